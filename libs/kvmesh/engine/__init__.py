@@ -1,0 +1,1 @@
+"""The inference engine: sequences, scheduler, runners, sampler. Its core imports no torch."""

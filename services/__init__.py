@@ -1,0 +1,1 @@
+"""The kvmesh services, one package each; `python -m services.<name>` runs one."""
