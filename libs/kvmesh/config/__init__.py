@@ -1,0 +1,29 @@
+"""Typed settings: one schema a service, filled from flags, environment, a TOML file and defaults, in that order."""
+
+from kvmesh.config.base import MIB, ServiceSettings
+from kvmesh.config.load import ConfigError, build_settings, load_settings
+from kvmesh.config.services import (
+    DecodeSettings,
+    GatewaySettings,
+    KvTransferSettings,
+    PrefillSettings,
+    RouterSettings,
+    WorkerSettings,
+)
+from kvmesh.config.types import TlsSettings, split_host_port
+
+__all__ = [
+    "MIB",
+    "ConfigError",
+    "DecodeSettings",
+    "GatewaySettings",
+    "KvTransferSettings",
+    "PrefillSettings",
+    "RouterSettings",
+    "ServiceSettings",
+    "TlsSettings",
+    "WorkerSettings",
+    "build_settings",
+    "load_settings",
+    "split_host_port",
+]
