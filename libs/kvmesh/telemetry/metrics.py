@@ -1,0 +1,100 @@
+"""Prometheus metrics: one registry a process, metrics made on first use from their entry in `names`.
+
+A second service in the same process (tests do that) shares the metric instead of failing on a duplicate.
+"""
+
+from __future__ import annotations
+
+import threading
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+    start_http_server,
+)
+
+from kvmesh.config.types import split_host_port
+from kvmesh.telemetry import names
+
+REGISTRY = CollectorRegistry(auto_describe=True)
+ProcessCollector(registry=REGISTRY)
+PlatformCollector(registry=REGISTRY)
+
+_lock = threading.Lock()
+_made: dict[str, Counter | Gauge | Histogram] = {}
+
+
+def _make(metric: names.Metric) -> Counter | Gauge | Histogram:
+    with _lock:
+        made = _made.get(metric.name)
+        if made is None:
+            if metric.kind == "counter":
+                made = Counter(metric.name, metric.help, metric.labels, registry=REGISTRY)
+            elif metric.kind == "gauge":
+                made = Gauge(metric.name, metric.help, metric.labels, registry=REGISTRY)
+            else:
+                made = Histogram(metric.name, metric.help, metric.labels, registry=REGISTRY, buckets=metric.buckets)
+            _made[metric.name] = made
+        return made
+
+
+def counter(metric: names.Metric) -> Counter:
+    """The counter named by `metric`; call `.labels(...)` first when it has labels."""
+    made = _make(metric)
+    assert isinstance(made, Counter), metric.name
+    return made
+
+
+def gauge(metric: names.Metric) -> Gauge:
+    """The gauge named by `metric`."""
+    made = _make(metric)
+    assert isinstance(made, Gauge), metric.name
+    return made
+
+
+def histogram(metric: names.Metric) -> Histogram:
+    """The histogram named by `metric`; observations are in the unit at the end of the name."""
+    made = _make(metric)
+    assert isinstance(made, Histogram), metric.name
+    return made
+
+
+def value(metric: names.Metric, **labels: str) -> float:
+    """Present value of a counter or gauge (for a histogram: the number of observations); 0.0 when never touched."""
+    suffix = "_count" if metric.kind == "histogram" else ""
+    return REGISTRY.get_sample_value(metric.name + suffix, labels) or 0.0
+
+
+def render() -> bytes:
+    """All metrics in the Prometheus text format."""
+    return generate_latest(REGISTRY)
+
+
+class MetricsServer:
+    """The /metrics endpoint on a daemon thread; `address` is the bound "host:port"."""
+
+    def __init__(self, address: str, server: WSGIServer, thread: threading.Thread) -> None:
+        self.address = address
+        self._server = server
+        self._thread = thread
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5.0)
+
+
+def start_http(listen: str) -> MetricsServer | None:
+    """Serve /metrics on "host:port" (port 0 = any free port); "" = off, returns None. OSError when it cannot bind."""
+    if not listen:
+        return None
+    host, port = split_host_port(listen)
+    server, thread = start_http_server(port, addr=host.strip("[]"), registry=REGISTRY)
+    return MetricsServer(f"{host}:{server.server_port}", server, thread)

@@ -1,0 +1,193 @@
+"""Traces: W3C trace context in and out, spans, and OTLP export when an endpoint is configured.
+
+Without an endpoint no SDK is loaded and spans record nothing, but an incoming trace context still travels on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kvmesh import __version__
+from kvmesh.telemetry import names
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+log = logging.getLogger(__name__)
+
+AttributeValue = str | bool | int | float | list[str]
+Attributes = Mapping[str, AttributeValue]
+
+TRACEPARENT = "traceparent"
+EXPORT_TIMEOUT_S = 3
+_propagator = TraceContextTextMapPropagator()
+_noop = NoOpTracer()
+_provider: TracerProvider | None = None
+
+
+def setup(
+    service_name: str,
+    otlp_endpoint: str = "",
+    ratio: float = 1.0,
+    *,
+    instance: str = "",
+    exporter: SpanExporter | None = None,
+) -> None:
+    """Start exporting spans of this process.
+
+    `otlp_endpoint`: OTLP/gRPC, "http://host:port" (plaintext) or "https://host:port"; "" and no `exporter` = no-op.
+    `ratio`: share of the traces that start here; a trace that starts elsewhere keeps its sampling decision.
+    `exporter`: used instead of OTLP, synchronously (tests).
+    """
+    global _provider
+    shutdown(timeout_s=1.0)
+    if not otlp_endpoint and exporter is None:
+        return
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
+    resource = Resource.create(
+        {
+            names.SERVICE_NAME: f"kvmesh-{service_name}",
+            names.SERVICE_INSTANCE: instance,
+            names.SERVICE_VERSION: __version__,
+        }
+    )
+    provider = TracerProvider(
+        sampler=ParentBased(TraceIdRatioBased(ratio)), resource=resource, shutdown_on_exit=False
+    )
+    if exporter is not None:
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+    else:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+        otlp = OTLPSpanExporter(
+            endpoint=otlp_endpoint, insecure=not otlp_endpoint.startswith("https://"), timeout=EXPORT_TIMEOUT_S
+        )
+        provider.add_span_processor(BatchSpanProcessor(otlp, schedule_delay_millis=500, max_queue_size=8192))
+    _provider = provider
+
+
+def shutdown(timeout_s: float = 3.0) -> bool:
+    """Flush and stop exporting; gives up after `timeout_s` (the collector may be gone). True when all was sent."""
+    global _provider
+    provider, _provider = _provider, None
+    if provider is None:
+        return True
+    flushed = threading.Event()
+
+    def run() -> None:
+        try:
+            if provider.force_flush(timeout_millis=int(timeout_s * 1000)):
+                flushed.set()
+            provider.shutdown()
+        except Exception:
+            log.warning("flushing spans failed", exc_info=True)
+
+    thread = threading.Thread(target=run, name="kvmesh-trace-flush", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return flushed.is_set()
+
+
+def tracer() -> Tracer:
+    """The tracer of this process; records nothing unless `setup` was given somewhere to export to."""
+    return _provider.get_tracer("kvmesh", __version__) if _provider is not None else _noop
+
+
+def traceparent(context: Context | None = None) -> str:
+    """W3C `traceparent` of the current span (or of `context`), "" when there is none."""
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier, context=context)
+    return carrier.get(TRACEPARENT, "")
+
+
+def inject(metadata: Iterable[tuple[str, str | bytes]] = (), context: Context | None = None) -> list[
+    tuple[str, str | bytes]
+]:
+    """gRPC metadata with the trace context of the current span (or `context`) added."""
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier, context=context)
+    return [*metadata, *carrier.items()]
+
+
+def extract(parent: str | Iterable[tuple[str, str | bytes]] | None) -> Context:
+    """Context from a `traceparent` string or from gRPC metadata; an absent or malformed value gives an empty one."""
+    if not parent:
+        return Context()
+    if isinstance(parent, str):
+        carrier = {TRACEPARENT: parent}
+    else:
+        carrier = {k: v for k, v in parent if k in (TRACEPARENT, "tracestate") and isinstance(v, str)}
+    return _propagator.extract(carrier, context=Context()) if carrier else Context()
+
+
+def start_span(
+    name: str,
+    *,
+    parent: Context | str | None = None,
+    kind: SpanKind = SpanKind.INTERNAL,
+    attributes: Attributes | None = None,
+    start_time_ns: int | None = None,
+) -> Span:
+    """A span that the caller ends with `.end()`, for work that crosses threads or outlives a call.
+
+    `parent`: a context, a `traceparent` string, or None for the current span.
+    """
+    context = extract(parent) if isinstance(parent, str) else parent
+    return tracer().start_span(name, context=context, kind=kind, attributes=attributes, start_time=start_time_ns)
+
+
+@contextmanager
+def span(
+    name: str,
+    *,
+    parent: Context | str | None = None,
+    kind: SpanKind = SpanKind.INTERNAL,
+    attributes: Attributes | None = None,
+) -> Iterator[Span]:
+    """A span around a block, current inside it; an exception marks it failed by class name, without its message."""
+    opened = start_span(name, parent=parent, kind=kind, attributes=attributes)
+    try:
+        with use_span(opened):
+            yield opened
+    except BaseException as exc:
+        mark_failed(opened, type(exc).__name__)
+        raise
+    finally:
+        opened.end()
+
+
+@contextmanager
+def use_span(opened: Span) -> Iterator[Span]:
+    """Make `opened` the current span of a block, without ending it."""
+    token = otel_context.attach(trace.set_span_in_context(opened))
+    try:
+        yield opened
+    finally:
+        otel_context.detach(token)
+
+
+def mark_failed(opened: Span, error_type: str) -> None:
+    """Record failure on a span: `error.type` and status ERROR."""
+    opened.set_attribute(names.ERROR_TYPE, error_type)
+    opened.set_status(Status(StatusCode.ERROR))
+
+
+def current_trace_id() -> str:
+    """Trace id of the current span as 32 hex digits, "" when there is none."""
+    context = trace.get_current_span().get_span_context()
+    return trace.format_trace_id(context.trace_id) if context.is_valid else ""
