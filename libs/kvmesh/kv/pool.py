@@ -124,6 +124,16 @@ class PagePool:
         self._check_page(page)
         return self._users[page] - self._exposed[page]
 
+    def users(self, page: int) -> int:
+        """How many owners hold the page plus how many live descriptors name it."""
+        self._check_page(page)
+        return self._users[page]
+
+    def being_written(self, page: int) -> bool:
+        """True while a live descriptor lets a peer write the page."""
+        self._check_page(page)
+        return bool(self._writing[page])
+
     def pages_of(self, owner: Owner) -> list[int]:
         """The pages that the owner holds, in the order in which it got them."""
         holding = self._holdings.get(owner)
