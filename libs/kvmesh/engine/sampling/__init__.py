@@ -1,0 +1,1 @@
+"""Pieces of the sampler, in numpy: noise, logit processors, filters, log probabilities."""

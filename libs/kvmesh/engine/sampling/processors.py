@@ -1,0 +1,105 @@
+"""From raw logits to the distribution that is sampled. numpy, one row at a time.
+
+Order: logit bias, banned ids, repetition, frequency and presence penalties; then temperature, top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmesh.engine.runner import SampleInput, SamplingParams
+
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+
+def needs_processing(sample: SampleInput) -> bool:
+    """Whether `adjust` would change a row."""
+    p = sample.params
+    return bool(
+        p.logit_bias
+        or sample.banned_token_ids
+        or p.repetition_penalty != 1.0
+        or p.frequency_penalty != 0.0
+        or p.presence_penalty != 0.0
+    )
+
+
+def _ids(tokens: Sequence[int] | frozenset[int], vocab: int) -> Ids:
+    ids = np.fromiter(tokens, dtype=np.int64, count=len(tokens))
+    return ids[(ids >= 0) & (ids < vocab)]
+
+
+def adjust(logits: Floats, sample: SampleInput) -> Floats:
+    """A new row (vocab,) with bias, bans and penalties applied."""
+    p, vocab = sample.params, len(logits)
+    row = logits.copy()
+    for token, bias in p.logit_bias.items():
+        if 0 <= token < vocab:
+            row[token] += np.float32(bias)
+    if sample.banned_token_ids:
+        row[_ids(sample.banned_token_ids, vocab)] = -np.inf
+    if p.repetition_penalty != 1.0:
+        seen = np.concatenate([_ids(sample.prompt_token_ids, vocab), _ids(sample.output_token_ids, vocab)])
+        # Duplicates read before any is written, so each id is scaled once.
+        value = row[seen]
+        row[seen] = np.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
+    if (p.frequency_penalty or p.presence_penalty) and sample.output_token_ids:
+        ids, counts = np.unique(_ids(sample.output_token_ids, vocab), return_counts=True)
+        row[ids] -= (p.frequency_penalty * counts + p.presence_penalty).astype(np.float32)
+    return row
+
+
+def distribution(row: Floats, params: SamplingParams) -> tuple[Ids, npt.NDArray[np.float64]]:
+    """(token ids, probabilities summing to 1) that survive temperature, top-k, top-p and min-p; temperature > 0.
+
+    Ids ascend where no top-p sort was needed. Ties at the top-k edge are all kept; top-p keeps the smallest set of
+    most likely tokens whose mass reaches `top_p` (the token that crosses it included), after top-k's renormalization.
+    """
+    vocab = len(row)
+    if 0 < params.top_k < vocab:
+        edge = np.partition(row, vocab - params.top_k)[vocab - params.top_k]
+        ids = np.flatnonzero(row >= edge)
+        scores = row[ids].astype(np.float64)
+        peak = scores.max()
+        probs = np.exp((scores - peak) / params.temperature)
+    else:
+        # fp32 exp is vectorized and four times cheaper; the sum and everything after it are fp64.
+        ids = np.arange(vocab)
+        scaled = (row - row.max()) / np.float32(params.temperature)
+        probs = np.exp(scaled).astype(np.float64)
+    probs /= probs.sum()
+    if params.min_p > 0.0:
+        keep = probs >= params.min_p * probs.max()
+        if params.top_p >= 1.0:
+            ids, probs = ids[keep], probs[keep]
+    if params.top_p < 1.0:
+        ids, probs = _nucleus(ids, probs, params.top_p, params.min_p)
+    return ids, probs / probs.sum()
+
+
+def _nucleus(
+    ids: Ids, probs: npt.NDArray[np.float64], top_p: float, min_p: float
+) -> tuple[Ids, npt.NDArray[np.float64]]:
+    # Tokens below (1 - top_p) / n together weigh less than the tail that is cut, so they need no sorting.
+    likely = np.flatnonzero(probs >= (1.0 - top_p) / len(probs))
+    order = likely[np.argsort(-probs[likely], kind="stable")]
+    ordered = probs[order]
+    before = np.cumsum(ordered) - ordered
+    count = max(1, int(np.searchsorted(before, top_p, side="left")))
+    order, ordered = order[:count], ordered[:count]
+    if min_p > 0.0:
+        # Relative to the largest, so renormalizing first would change nothing.
+        count = max(1, int((ordered >= min_p * ordered[0]).sum()))
+        order, ordered = order[:count], ordered[:count]
+    return ids[order], ordered
+
+
+def draw(ids: Ids, probs: npt.NDArray[np.float64], noise: float) -> int:
+    """Inverse CDF at `noise` in (0, 1)."""
+    cumulative = np.cumsum(probs)
+    at = int(np.searchsorted(cumulative, noise * cumulative[-1], side="right"))
+    return int(ids[min(at, len(ids) - 1)])

@@ -1,0 +1,176 @@
+"""The torch backend of `Runner`: weights, KV views, one forward pass per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvmesh.engine.runner import (
+    ModelInfo,
+    SampleInput,
+    SliceResult,
+    StepBatch,
+    StepResult,
+    TokenLogprobs,
+)
+from kvmesh.engine.sampler import sample_rows
+from kvmesh.engine.sampling.logprobs import token_logprobs
+from kvmesh.errors import Internal, InvalidArgument
+from kvmesh.kv.layout import LAYOUT_VERSION, KvGroup, KvLayout
+from kvmesh.kv.ring import Doorbell
+from kvmesh.layers.paged import PagedKv, StepPlan, plan_step
+from kvmesh.loading.source import open_checkpoint, resolve
+from kvmesh.loading.weights import Progress, WeightReader, torch_dtype
+from kvmesh.models.llama import LlamaModel
+
+GROUP = "full"
+DTYPES = ("bf16", "fp32")
+# Prompt logprobs need a row of the vocabulary per token: so many rows at a time (64 rows of 50k fp32 are 12 MiB).
+_LOGPROB_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """What `forward_logits` computed.
+
+    logits: fp32 (rows, vocab), one row per slice that samples; `rows[i]` is the row of the batch's slice i, or None.
+    hidden and plan: final hidden states (tokens, hidden) in the plan's order.
+    """
+
+    logits: torch.Tensor
+    rows: list[int | None]
+    hidden: torch.Tensor
+    plan: StepPlan
+
+    def hidden_of(self, index: int) -> torch.Tensor:
+        """Hidden states (num_tokens, hidden) of the batch's slice `index`."""
+        place = self.plan.order.index(index)
+        begin = self.plan.first_row[place]
+        ends = [*self.plan.first_row[1:], len(self.hidden)]
+        return self.hidden[begin : ends[place]]
+
+
+class TorchRunner:
+    """`Runner` on CPU. Not thread-safe: the engine core's thread alone calls it."""
+
+    def __init__(self, model: LlamaModel, info: ModelInfo) -> None:
+        self.model = model
+        self.info = info
+        self._kv: PagedKv | None = None
+        self._doorbell: Doorbell | None = None
+
+    @classmethod
+    def load(
+        cls, spec: str, dtype: str = "bf16", threads: int | None = None, progress: Progress | None = None
+    ) -> TorchRunner:
+        """Load a model (`kvmesh.loading.source.resolve` says what a spec is).
+
+        threads: of torch's pool, for the whole process; None leaves it. progress(done, total) counts stored bytes.
+        NotFound, DataLoss and InvalidArgument as the loaders raise them.
+        """
+        if dtype not in DTYPES:
+            raise InvalidArgument(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        checkpoint = open_checkpoint(resolve(spec))
+        try:
+            with torch.inference_mode():
+                model = LlamaModel(checkpoint.config, WeightReader(checkpoint, torch_dtype(dtype), progress))
+            described = checkpoint.describe()
+        finally:
+            checkpoint.close()
+        info = ModelInfo(
+            name=described.name,
+            revision=described.revision,
+            architecture=described.architecture,
+            vocab_size=described.vocab_size,
+            max_model_len=described.max_model_len,
+            num_layers=described.num_layers,
+            dtype=dtype,
+            eos_token_ids=described.eos_token_ids,
+            weight_bytes=described.weight_bytes,
+        )
+        return cls(model, info)
+
+    def layout(self, page_size: int, num_pages: int) -> KvLayout:
+        """One group, `full`, of all layers, in the model's dtype."""
+        c = self.model.config
+        group = KvGroup(GROUP, "full", tuple(range(c.num_layers)), c.num_kv_heads, c.head_dim)
+        return KvLayout(LAYOUT_VERSION, self.info.dtype, page_size, (group,), num_pages)
+
+    def bind(self, layout: KvLayout, regions: Mapping[str, memoryview], doorbell: Doorbell) -> None:
+        """Adopt KV memory. InvalidArgument when the layout is not this model's or a region is too small."""
+        if layout.fingerprint() != self.layout(layout.page_size, layout.num_pages).fingerprint() or layout.tp != 1:
+            raise InvalidArgument("the kv layout is not this model's")
+        if GROUP not in regions:
+            raise InvalidArgument(f"no region for kv group {GROUP!r}")
+        self._kv = PagedKv(layout, GROUP, regions[GROUP])
+        self._doorbell = doorbell
+
+    @torch.inference_mode()
+    def forward_logits(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> StepLogits:
+        """Copies, forward pass, doorbell rings and logits, without sampling. `execute` is this plus the sampler."""
+        kv, doorbell = self._kv, self._doorbell
+        if kv is None or doorbell is None:
+            raise Internal("execute before bind")
+        if not batch.slices:
+            raise Internal("a step without slices")
+        kv.copy_pages(batch.copies)
+        plan = plan_step([(s.token_ids, s.start, s.block_table) for s in batch.slices], kv, self.info.vocab_size)
+
+        def kv_ready(layer: int) -> None:
+            doorbell.ring()
+            if on_layer is not None:
+                on_layer(layer)
+
+        hidden = self.model.forward(plan, kv, kv_ready)
+        rows: list[int | None] = [None] * len(batch.slices)
+        last = [*plan.first_row[1:], len(hidden)]
+        sampled = [place for place, i in enumerate(plan.order) if batch.slices[i].samples]
+        for row, place in enumerate(sampled):
+            rows[plan.order[place]] = row
+        picked = hidden[[last[place] - 1 for place in sampled]]
+        return StepLogits(self.model.logits(picked), rows, hidden, plan)
+
+    @torch.inference_mode()
+    def execute(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> StepResult:
+        """See `Runner.execute`."""
+        step = self.forward_logits(batch, on_layer)
+        flat: list[SampleInput] = []
+        rows: list[int] = []
+        for slice_, row in zip(batch.slices, step.rows, strict=True):
+            if row is not None:
+                flat.extend(slice_.samples)
+                rows.extend([row] * len(slice_.samples))
+        tokens, scores = sample_rows(step.logits, rows, flat) if flat else ([], [])
+        results = []
+        at = 0
+        for i, slice_ in enumerate(batch.slices):
+            end = at + len(slice_.samples)
+            prompt = self._prompt_logprobs(batch, i, step) if slice_.prompt_logprobs is not None else ()
+            results.append(SliceResult(slice_.seq_id, tokens[at:end], scores[at:end], prompt))
+            at = end
+        return StepResult(results)
+
+    def _prompt_logprobs(self, batch: StepBatch, index: int, step: StepLogits) -> Sequence[TokenLogprobs]:
+        slice_ = batch.slices[index]
+        targets = [int(t) for t in slice_.token_ids[1:]]
+        if slice_.next_token is not None:
+            targets.append(slice_.next_token)
+        hidden = step.hidden_of(index)
+        scores: list[TokenLogprobs] = []
+        for at in range(0, len(targets), _LOGPROB_ROWS):
+            part = targets[at : at + _LOGPROB_ROWS]
+            logits = self.model.logits(hidden[at : at + len(part)]).numpy()
+            scores.extend(
+                token_logprobs(row, token, slice_.prompt_logprobs or 0) for row, token in zip(logits, part, strict=True)
+            )
+        return scores
+
+    def close(self) -> None:
+        """Drop weights and KV views."""
+        self._kv = None
+        self._doorbell = None
+        del self.model

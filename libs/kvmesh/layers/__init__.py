@@ -1,0 +1,1 @@
+"""Building blocks of models in torch: norms, rotary, linears, paged attention. They know nothing of requests."""

@@ -1,0 +1,1 @@
+"""Reading model files: GGUF, Hugging Face directories, tokenizers. Only `weights` touches torch."""
