@@ -1,0 +1,1 @@
+"""Ways to move pages, behind one interface."""
