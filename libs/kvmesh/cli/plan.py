@@ -1,0 +1,135 @@
+"""Which processes make a local mesh, in the order in which they start. Pure: nothing is started here."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvmesh.cli.process import ProcessSpec
+
+MODEL_LOAD_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True)
+class MeshOptions:
+    """What `kvmesh up` was told. Counts are processes; `threads` is per engine (0 = share the cores)."""
+
+    model: str = "smollm2-135m"
+    runner: str = "torch"
+    prefill: int = 1
+    decode: int = 1
+    unified: int = 0
+    transports: str = "shm,tcp"
+    gateway_port: int = 8080
+    router_port: int = 0
+    cache: bool = True
+    embedder: str = "minilm"
+    dtype: str = "bf16"
+    threads: int = 0
+    log_level: str = "info"
+    otlp_endpoint: str = ""
+    credentials_file: str = ""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Further settings: `decode.max_batch` -> value (passed to every process of that service)."""
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """Start order: each inner tuple starts together."""
+
+    stages: tuple[tuple[ProcessSpec, ...], ...]
+    gateway_address: str
+    router_address: str
+
+    @property
+    def specs(self) -> tuple[ProcessSpec, ...]:
+        return tuple(spec for stage in self.stages for spec in stage)
+
+
+def plan_mesh(options: MeshOptions, run_dir: Path, *, redis: tuple[str, ...] = (), redis_url: str = "") -> MeshPlan:
+    """Build the plan. `redis` is the argv of an embedded Redis-compatible server, empty for none or an outside one.
+
+    Ports of gateway and router are fixed beforehand, because others are told about them and a restart must keep them;
+    everything else binds a free port and says so in its ready file.
+    """
+    router = f"127.0.0.1:{options.router_port}"
+    gateway = f"127.0.0.1:{options.gateway_port}"
+
+    def flags(service: str, name: str, **values: object) -> tuple[str, ...]:
+        given: dict[str, object] = {
+            "instance": name,
+            "ready_file": run_dir / f"{name}.ready",
+            "metrics_listen": "127.0.0.1:0",
+            "mesh_token_file": run_dir / "mesh.token",
+            "log_level": options.log_level,
+            **values,
+        }
+        if options.otlp_endpoint:
+            given["otlp_endpoint"] = options.otlp_endpoint
+        for key, value in options.settings.items():
+            scope, _, setting = key.partition(".")
+            if scope == service:
+                given[setting] = value
+        argv = [sys.executable, "-m", f"services.{service}"]
+        argv += [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if value not in ("", None)]
+        return tuple(argv)
+
+    def spec(service: str, name: str, serving: str, timeout: float = 60.0, **values: object) -> ProcessSpec:
+        return ProcessSpec(
+            name=name,
+            argv=flags(service, name, **values),
+            ready_file=run_dir / f"{name}.ready",
+            serving=serving,
+            start_timeout_s=timeout,
+        )
+
+    first: list[ProcessSpec] = []
+    if redis:
+        first.append(ProcessSpec(name="redis", argv=redis, start_timeout_s=10.0, stop_timeout_s=5.0))
+    first.append(
+        spec(
+            "router",
+            "router",
+            "kvmesh.v1.Router",
+            listen=router,
+            redis_url=redis_url,
+            embedder=options.embedder,
+        )
+    )
+    sidecars: list[ProcessSpec] = []
+    engines: list[ProcessSpec] = []
+    roles = [("prefill", options.prefill), ("decode", options.decode), ("unified", options.unified)]
+    for role, count in roles:
+        for index in range(count):
+            name = f"{role}-{index}"
+            socket = run_dir / f"{name}.sock"
+            # A sidecar is SERVING once its engine has registered, so it is waited for together with the engines.
+            sidecars.append(
+                spec("kvtransfer", f"kvtransfer-{name}", "", engine_socket=socket, transports=options.transports)
+            )
+            engines.append(
+                spec(
+                    "prefill" if role == "prefill" else "decode",
+                    name,
+                    "kvmesh.v1.Engine",
+                    timeout=MODEL_LOAD_TIMEOUT_S,
+                    role=role,
+                    model=options.model,
+                    runner=options.runner,
+                    dtype=options.dtype,
+                    threads=options.threads or "",
+                    sidecar_socket=socket,
+                    routers=router,
+                )
+            )
+    last = spec(
+        "gateway",
+        "gateway",
+        "kvmesh.v1.Inference",
+        listen=gateway,
+        routers=router,
+        model="scripted" if options.runner == "scripted" else options.model,
+        credentials_file=options.credentials_file,
+    )
+    return MeshPlan((tuple(first), tuple(sidecars), (*engines, last)), gateway, router)

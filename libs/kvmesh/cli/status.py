@@ -1,0 +1,117 @@
+"""`kvmesh status`: the fleet as the router sees it, and every sidecar's transports with the reason for the choice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from kvmesh.proto.v1 import engine_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, router_pb2, router_pb2_grpc
+
+TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class MeshStatus:
+    """`sidecars` is by worker id; None where the sidecar did not answer."""
+
+    fleet: router_pb2.WatchResponse
+    sidecars: dict[str, kvtransfer_pb2.GetStatusResponse | None]
+
+
+def _token_metadata(token_file: str) -> tuple[tuple[str, str], ...]:
+    if not token_file:
+        return ()
+    return (("x-kvmesh-mesh-token", Path(token_file).read_text().splitlines()[0]),)
+
+
+async def read_status(router: str, token_file: str = "") -> MeshStatus:
+    """Ask the router for its fleet and each worker's sidecar for its links. Raises grpc.aio.AioRpcError."""
+    metadata = _token_metadata(token_file)
+    async with grpc.aio.insecure_channel(router) as channel:
+        watch = router_pb2_grpc.RouterStub(channel).Watch(
+            router_pb2.WatchRequest(watcher_id="kvmesh-status"), timeout=TIMEOUT_S, metadata=metadata
+        )
+        try:
+            fleet = await watch.read()
+        finally:
+            watch.cancel()
+    if not isinstance(fleet, router_pb2.WatchResponse):
+        fleet = router_pb2.WatchResponse()
+
+    async def sidecar(address: str) -> kvtransfer_pb2.GetStatusResponse | None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async with grpc.aio.insecure_channel(address) as channel:
+                stub = kvtransfer_pb2_grpc.KvTransferStub(channel)
+                reply: kvtransfer_pb2.GetStatusResponse = await stub.GetStatus(
+                    kvtransfer_pb2.GetStatusRequest(), timeout=TIMEOUT_S, metadata=metadata
+                )
+                return reply
+        return None
+
+    workers = [w.info for w in fleet.workers if w.info.kvtransfer_address]
+    replies = await asyncio.gather(*(sidecar(info.kvtransfer_address) for info in workers))
+    return MeshStatus(fleet, {info.worker_id: reply for info, reply in zip(workers, replies, strict=True)})
+
+
+def _enum(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower()
+
+
+def render(status: MeshStatus) -> Group:
+    """Three tables: workers, links, transports; and a line on the caches."""
+    workers = Table("worker", "role", "state", "model", "address", "running", "waiting", "pages free", title="workers")
+    for entry in status.fleet.workers:
+        info, load = entry.info, entry.load
+        workers.add_row(
+            info.worker_id,
+            _enum(engine_pb2.WorkerRole.Name(info.role), "WORKER_ROLE_"),
+            _enum(engine_pb2.WorkerState.Name(info.state), "WORKER_STATE_"),
+            f"{info.model} ({info.dtype})",
+            info.address,
+            str(load.running),
+            str(load.waiting),
+            f"{load.free_pages}/{load.total_pages or info.total_pages}",
+        )
+    names = {str(reply.engine_id): worker for worker, reply in status.sidecars.items() if reply is not None}
+    links = Table("sidecar of", "peer", "direction", "transport", "state", "transfers", "bytes", "why", title="links")
+    transports = Table("sidecar of", "transport", "usable", "why", title="transports")
+    for worker, reply in status.sidecars.items():
+        if reply is None:
+            transports.add_row(worker, "–", "no", "the sidecar does not answer")
+            continue
+        for link in reply.links:
+            links.add_row(
+                worker,
+                names.get(link.peer_engine_id, link.peer_engine_id),
+                link.direction,
+                link.transport,
+                link.state,
+                str(link.transfers),
+                f"{link.bytes:,}",
+                link.reason,
+            )
+        for item in reply.transports:
+            transports.add_row(worker, item.name, "yes" if item.usable else "no", item.reason)
+    cache = status.fleet.cache
+    line = Text(
+        f"cache: redis {'up' if cache.redis_ok else 'down'}, embedder {cache.embedder or 'none'}, "
+        f"{cache.exact_hits} exact and {cache.semantic_hits} semantic hits, {cache.misses} misses"
+    )
+    return Group(workers, links, transports, line)
+
+
+async def print_status(router: str, token_file: str, console: Console) -> int:
+    """Print the status; 1 when the router does not answer."""
+    try:
+        console.print(render(await read_status(router, token_file)))
+    except grpc.aio.AioRpcError as error:
+        console.print(Text(f"router at {router}: {error.code().name}: {error.details()}", style="red"))
+        return 1
+    return 0
