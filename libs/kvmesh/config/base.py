@@ -48,46 +48,54 @@ class ServiceSettings(BaseSettings):
     )
     service: ClassVar[str] = ""
 
-    config: Path | None = Field(None, description="TOML file of settings; flags and environment go first.")
+    config: Path | None = Field(default=None, description="TOML file of settings; flags and environment go first.")
     listen: ListenAddress = Field(
-        "127.0.0.1:0", description='Where the gRPC server binds: "host:port" (port 0 = any free port) or "unix:/path".'
+        default="127.0.0.1:0",
+        description='Where the gRPC server binds: "host:port" (port 0 = any free port) or "unix:/path".',
     )
     advertise: OptionalTarget = Field(
-        "", description='Address that peers use to reach this service; "" = the bound address.'
+        default="", description='Address that peers use to reach this service; "" = the bound address.'
     )
     metrics_listen: OptionalListen = Field(
-        "", description='"host:port" of the Prometheus endpoint /metrics (port 0 = any free port); "" = off.'
+        default="", description='"host:port" of the Prometheus endpoint /metrics (port 0 = any free port); "" = off.'
     )
     ready_file: Path | None = Field(
-        None, description="File that receives a JSON line with the addresses and the pid once the server is up."
+        default=None, description="File that receives a JSON line with the addresses and the pid once the server is up."
     )
     instance: str = Field(
-        "", max_length=128, pattern=r"^[A-Za-z0-9._-]*$", description='Name of this instance; "" = host name and pid.'
+        default="",
+        max_length=128,
+        pattern=r"^[A-Za-z0-9._-]*$",
+        description='Name of this instance; "" = host name and pid.',
     )
-    tls: TlsSettings = Field(TlsSettings(), description="Certificates (PEM files).")
+    tls: TlsSettings = Field(default=TlsSettings(), description="Certificates (PEM files).")
     mesh_token_file: Path | None = Field(
-        None,
+        default=None,
         description="File of the shared secret of inner hops; the first line is sent, every line is accepted.",
     )
     otlp_endpoint: PlainUrl = Field(
-        "", description='OTLP/gRPC endpoint for traces, for example "http://127.0.0.1:4317"; "" = no export.'
+        default="", description='OTLP/gRPC endpoint for traces, for example "http://127.0.0.1:4317"; "" = no export.'
     )
     trace_sample_ratio: float = Field(
-        1.0, ge=0.0, le=1.0, description="Share of traces kept when this service starts them (0 to 1)."
+        default=1.0, ge=0.0, le=1.0, description="Share of traces kept when this service starts them (0 to 1)."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
-    log_format: Literal["text", "json"] = Field("text", description="Log lines for people (text) or machines (json).")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe level logged."
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="Log lines for people (text) or machines (json)."
+    )
     drain_timeout_s: float = Field(
-        30.0, ge=0.0, le=3600.0, description="Seconds that work in flight gets after SIGTERM before it is cut."
+        default=30.0, ge=0.0, le=3600.0, description="Seconds that work in flight gets after SIGTERM before it is cut."
     )
     max_message_bytes: int = Field(
-        16 * MIB, ge=4096, le=1024 * MIB, description="Largest gRPC message accepted or sent, in bytes."
+        default=16 * MIB, ge=4096, le=1024 * MIB, description="Largest gRPC message accepted or sent, in bytes."
     )
     default_deadline_s: float = Field(
-        30.0, gt=0.0, le=3600.0, description="Deadline in seconds of public unary calls that bring none."
+        default=30.0, gt=0.0, le=3600.0, description="Deadline in seconds of public unary calls that bring none."
     )
     keepalive_s: float = Field(
-        20.0, ge=1.0, le=3600.0, description="Seconds between keepalive pings on idle connections."
+        default=20.0, ge=1.0, le=3600.0, description="Seconds between keepalive pings on idle connections."
     )
 
     @property

@@ -42,7 +42,7 @@ def build_settings(cls: type[S], args: Sequence[str], *, prog: str = "kvmesh") -
     token = _file_values.set(_read_file(cls, _config_path(cls, args)))
     try:
         cli: CliSettingsSource[Any] = CliSettingsSource(cls, cli_prog_name=prog, cli_parse_args=list(args))
-        return cls(_cli_settings_source=cli)
+        return cls(_cli_settings_source=cli)  # type: ignore[call-arg]
     except ValidationError as exc:
         raise ConfigError(_explain(exc)) from None
     except SettingsError as exc:

@@ -18,39 +18,62 @@ class GatewaySettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="KVMESH_GATEWAY_")
     service: ClassVar[str] = "gateway"
 
-    routers: TargetList = Field([], description='Router addresses, comma separated; "dns:///name:port" is resolved.')
-    workers: TargetList = Field([], description="Decode and unified workers used when no router was ever seen.")
+    routers: TargetList = Field(
+        default=[], description='Router addresses, comma separated; "dns:///name:port" is resolved.'
+    )
+    workers: TargetList = Field(default=[], description="Decode and unified workers used when no router was ever seen.")
     credentials_file: Path | None = Field(
-        None, description="TOML or JSON file of hashed API keys; none = every caller is tenant local."
+        default=None, description="TOML or JSON file of hashed API keys; none = every caller is tenant local."
     )
     model: str = Field(
-        "", max_length=512, description='Model whose tokenizer and chat template are loaded; "" = what workers report.'
+        default="",
+        max_length=512,
+        description='Model whose tokenizer and chat template are loaded; "" = what workers report.',
     )
-    ttft_limit_s: float = Field(60.0, gt=0, le=3600, description="Longest wait for the first token, in seconds.")
-    total_limit_s: float = Field(600.0, gt=0, le=86400, description="Longest life of a request, in seconds.")
+    ttft_limit_s: float = Field(
+        default=60.0, gt=0, le=3600, description="Longest wait for the first token, in seconds."
+    )
+    total_limit_s: float = Field(default=600.0, gt=0, le=86400, description="Longest life of a request, in seconds.")
     route_timeout_ms: int = Field(
-        100, ge=1, le=60_000, description="Milliseconds a router gets before the gateway places on its own."
+        default=100, ge=1, le=60_000, description="Milliseconds a router gets before the gateway places on its own."
     )
-    submit_timeout_s: float = Field(5.0, gt=0, le=60, description="Seconds a worker gets to accept a request.")
-    heartbeat_s: float = Field(1.0, gt=0, le=60, description="Expected interval of heartbeat frames, in seconds.")
-    heartbeats_missed: int = Field(3, ge=1, le=100, description="Missed heartbeats after which a worker is lost.")
+    submit_timeout_s: float = Field(default=5.0, gt=0, le=60, description="Seconds a worker gets to accept a request.")
+    heartbeat_s: float = Field(
+        default=1.0, gt=0, le=60, description="Expected interval of heartbeat frames, in seconds."
+    )
+    heartbeats_missed: int = Field(
+        default=3, ge=1, le=100, description="Missed heartbeats after which a worker is lost."
+    )
     first_metadata_s: float = Field(
-        10.0, gt=0, le=600, description="Seconds of waiting after which initial metadata is sent without a token."
+        default=10.0,
+        gt=0,
+        le=600,
+        description="Seconds of waiting after which initial metadata is sent without a token.",
     )
-    max_prompt_bytes: int = Field(4 * MIB, ge=1, le=256 * MIB, description="Largest prompt text, in bytes.")
+    max_prompt_bytes: int = Field(default=4 * MIB, ge=1, le=256 * MIB, description="Largest prompt text, in bytes.")
     max_prompt_tokens: int = Field(
-        0, ge=0, le=10_000_000, description="Longest prompt in tokens; 0 = the model's context decides."
+        default=0, ge=0, le=10_000_000, description="Longest prompt in tokens; 0 = the model's context decides."
     )
-    max_choices: int = Field(16, ge=1, le=128, description="Largest n or best_of.")
-    max_concurrent_requests: int = Field(4096, ge=1, le=1_000_000, description="Requests held at a time, all tenants.")
-    max_waiting_requests: int = Field(4096, ge=0, le=1_000_000, description="Requests that may wait for a worker.")
+    max_choices: int = Field(default=16, ge=1, le=128, description="Largest n or best_of.")
+    max_concurrent_requests: int = Field(
+        default=4096, ge=1, le=1_000_000, description="Requests held at a time, all tenants."
+    )
+    max_waiting_requests: int = Field(
+        default=4096, ge=0, le=1_000_000, description="Requests that may wait for a worker."
+    )
     request_buffer_tokens: int = Field(
-        8192, ge=16, le=10_000_000, description="Tokens buffered for one slow reader before its request is aborted."
+        default=8192,
+        ge=16,
+        le=10_000_000,
+        description="Tokens buffered for one slow reader before its request is aborted.",
     )
     request_buffer_bytes: int = Field(
-        4 * MIB, ge=4096, le=256 * MIB, description="Bytes buffered for one slow reader before its request is aborted."
+        default=4 * MIB,
+        ge=4096,
+        le=256 * MIB,
+        description="Bytes buffered for one slow reader before its request is aborted.",
     )
-    max_attempts: int = Field(3, ge=1, le=16, description="Placements of one request, first one included.")
+    max_attempts: int = Field(default=3, ge=1, le=16, description="Placements of one request, first one included.")
 
 
 class RouterSettings(ServiceSettings):
@@ -60,30 +83,39 @@ class RouterSettings(ServiceSettings):
     service: ClassVar[str] = "router"
 
     redis_url: PlainUrl = Field(
-        "", description='Redis or Valkey URL without a password, for example "redis://127.0.0.1:6379/0"; "" = no cache.'
+        default="",
+        description='Redis or Valkey URL without a password, for example "redis://127.0.0.1:6379/0"; "" = no cache.',
     )
-    redis_password_file: Path | None = Field(None, description="File that holds the Redis password.")
+    redis_password_file: Path | None = Field(default=None, description="File that holds the Redis password.")
     redis_timeout_ms: int = Field(
-        50, ge=1, le=10_000, description="Milliseconds Redis gets before a request goes on without it."
+        default=50, ge=1, le=10_000, description="Milliseconds Redis gets before a request goes on without it."
     )
     cache: Literal["off", "exact", "semantic"] = Field(
-        "semantic", description="Strongest cache mode offered; a tenant's policy may only lower it."
+        default="semantic", description="Strongest cache mode offered; a tenant's policy may only lower it."
     )
-    cache_ttl_s: float = Field(3600.0, gt=0, le=31_536_000, description="Seconds a cached answer lives.")
-    cache_max_entry_bytes: int = Field(256 * 1024, ge=1024, le=64 * MIB, description="Largest cached answer, in bytes.")
+    cache_ttl_s: float = Field(default=3600.0, gt=0, le=31_536_000, description="Seconds a cached answer lives.")
+    cache_max_entry_bytes: int = Field(
+        default=256 * 1024, ge=1024, le=64 * MIB, description="Largest cached answer, in bytes."
+    )
     embedder: Literal["minilm", "none", "hash"] = Field(
-        "minilm", description='Embedding model of the semantic cache; "hash" is for tests, "none" turns it off.'
+        default="minilm", description='Embedding model of the semantic cache; "hash" is for tests, "none" turns it off.'
     )
     semantic_threshold: float = Field(
-        0.95, ge=0.0, le=1.0, description="Least cosine similarity (tau) of a semantic hit."
+        default=0.95, ge=0.0, le=1.0, description="Least cosine similarity (tau) of a semantic hit."
     )
-    semantic_max_entries: int = Field(100_000, ge=1, le=100_000_000, description="Vectors kept over all partitions.")
-    flight_ttl_s: float = Field(600.0, gt=0, le=86400, description="Seconds after which a running twin is forgotten.")
+    semantic_max_entries: int = Field(
+        default=100_000, ge=1, le=100_000_000, description="Vectors kept over all partitions."
+    )
+    flight_ttl_s: float = Field(
+        default=600.0, gt=0, le=86400, description="Seconds after which a running twin is forgotten."
+    )
     worker_timeout_s: float = Field(
-        3.0, gt=0, le=600, description="Seconds without a report after which a worker gets no more requests."
+        default=3.0, gt=0, le=600, description="Seconds without a report after which a worker gets no more requests."
     )
-    credit_ttl_s: float = Field(2.0, gt=0, le=60, description="Seconds a placement counts before a report shows it.")
-    alternates: int = Field(3, ge=0, le=64, description="Ranked alternates returned with a placement.")
+    credit_ttl_s: float = Field(
+        default=2.0, gt=0, le=60, description="Seconds a placement counts before a report shows it."
+    )
+    alternates: int = Field(default=3, ge=0, le=64, description="Ranked alternates returned with a placement.")
 
 
 class WorkerSettings(ServiceSettings):
@@ -92,50 +124,72 @@ class WorkerSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="KVMESH_WORKER_")
     service: ClassVar[str] = "worker"
 
-    role: Literal["prefill", "decode", "unified"] = Field("unified", description="What this engine serves.")
+    role: Literal["prefill", "decode", "unified"] = Field(default="unified", description="What this engine serves.")
     model: str = Field(
-        "smollm2-135m",
+        default="smollm2-135m",
         min_length=1,
         max_length=512,
         description="Model: a known name, a GGUF file or a Hugging Face directory.",
     )
-    served_name: str = Field("", max_length=256, description='Name clients use for the model; "" = from the model.')
-    runner: Literal["torch", "scripted"] = Field("torch", description="Real model, or the scripted one for tests.")
-    dtype: Literal["bf16", "fp32", "fp16"] = Field("bf16", description="Type of weights, activations and KV pages.")
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description='"cpu", "cuda" or "cuda:N".')
-    threads: int = Field(0, ge=0, le=1024, description="Compute threads on CPU; 0 = the library's choice.")
-    seed: int = Field(0, ge=0, le=(1 << 63) - 1, description="Base seed of the prefix cache hash chain.")
-    page_size: int = Field(16, ge=1, le=1024, description="Tokens of a KV page.")
-    num_pages: int = Field(0, ge=0, le=100_000_000, description="KV pages; 0 = as many as kv_memory_bytes holds.")
-    kv_memory_bytes: int = Field(
-        256 * MIB, ge=4096, description="Bytes of KV memory when num_pages is 0."
+    served_name: str = Field(
+        default="", max_length=256, description='Name clients use for the model; "" = from the model.'
     )
-    max_model_len: int = Field(0, ge=0, le=10_000_000, description="Longest sequence in tokens; 0 = the model's.")
-    max_batch: int = Field(32, ge=1, le=4096, description="Sequences of one step.")
-    token_budget: int = Field(512, ge=1, le=1_000_000, description="Tokens of one step, prefill and decode together.")
-    chunk_size: int = Field(256, ge=1, le=1_000_000, description="Prompt tokens of one sequence in one step.")
-    max_queue: int = Field(32, ge=0, le=100_000, description="Accepted sequences that wait for a batch place.")
-    look_ahead: int = Field(1, ge=0, le=1024, description="Pages reserved beyond the prompt at admission.")
+    runner: Literal["torch", "scripted"] = Field(
+        default="torch", description="Real model, or the scripted one for tests."
+    )
+    dtype: Literal["bf16", "fp32", "fp16"] = Field(
+        default="bf16", description="Type of weights, activations and KV pages."
+    )
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description='"cpu", "cuda" or "cuda:N".')
+    threads: int = Field(default=0, ge=0, le=1024, description="Compute threads on CPU; 0 = the library's choice.")
+    seed: int = Field(default=0, ge=0, le=(1 << 63) - 1, description="Base seed of the prefix cache hash chain.")
+    page_size: int = Field(default=16, ge=1, le=1024, description="Tokens of a KV page.")
+    num_pages: int = Field(
+        default=0, ge=0, le=100_000_000, description="KV pages; 0 = as many as kv_memory_bytes holds."
+    )
+    kv_memory_bytes: int = Field(default=256 * MIB, ge=4096, description="Bytes of KV memory when num_pages is 0.")
+    max_model_len: int = Field(
+        default=0, ge=0, le=10_000_000, description="Longest sequence in tokens; 0 = the model's."
+    )
+    max_batch: int = Field(default=32, ge=1, le=4096, description="Sequences of one step.")
+    token_budget: int = Field(
+        default=512, ge=1, le=1_000_000, description="Tokens of one step, prefill and decode together."
+    )
+    chunk_size: int = Field(default=256, ge=1, le=1_000_000, description="Prompt tokens of one sequence in one step.")
+    max_queue: int = Field(default=32, ge=0, le=100_000, description="Accepted sequences that wait for a batch place.")
+    look_ahead: int = Field(default=1, ge=0, le=1024, description="Pages reserved beyond the prompt at admission.")
     local_prefill_threshold: int = Field(
-        -1, ge=-1, le=1_000_000, description="Uncached prompt tokens up to which decode prefills; -1 = one page."
+        default=-1,
+        ge=-1,
+        le=1_000_000,
+        description="Uncached prompt tokens up to which decode prefills; -1 = one page.",
     )
-    prefix_cache: bool = Field(True, description="Reuse the pages of equal prefixes.")
+    prefix_cache: bool = Field(default=True, description="Reuse the pages of equal prefixes.")
     stall_timeout_s: float = Field(
-        10.0, gt=0, le=3600, description="Seconds without progress, with work to do, that turn readiness off."
+        default=10.0, gt=0, le=3600, description="Seconds without progress, with work to do, that turn readiness off."
     )
-    routers: TargetList = Field([], description="Router addresses that this worker reports to.")
-    report_interval_s: float = Field(0.2, gt=0, le=60, description="Seconds between load reports.")
-    heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between heartbeat frames.")
+    routers: TargetList = Field(default=[], description="Router addresses that this worker reports to.")
+    report_interval_s: float = Field(default=0.2, gt=0, le=60, description="Seconds between load reports.")
+    heartbeat_s: float = Field(default=1.0, gt=0, le=60, description="Seconds between heartbeat frames.")
     write_timeout_s: float = Field(
-        5.0, gt=0, le=600, description="Seconds a frame may stay unread before the gateway's sequences are aborted."
+        default=5.0,
+        gt=0,
+        le=600,
+        description="Seconds a frame may stay unread before the gateway's sequences are aborted.",
     )
-    prefill_workers: TargetList = Field([], description="Prefill workers used when a request names none.")
-    prefill_timeout_s: float = Field(60.0, gt=0, le=3600, description="Seconds prefill and transfer of a request get.")
-    sidecar_socket: Path | None = Field(None, description="Unix socket of the local kvtransfer sidecar.")
-    scripted_step_ms: float = Field(10.0, ge=0, le=60_000, description="Scripted runner: milliseconds of a step.")
-    scripted_token_ms: float = Field(0.0, ge=0, le=1000, description="Scripted runner: milliseconds a prompt token.")
-    scripted_layers: int = Field(4, ge=1, le=256, description="Scripted runner: layers of the pretended model.")
-    scripted_faults: Path | None = Field(None, description="Scripted runner: file of programmed faults.")
+    prefill_workers: TargetList = Field(default=[], description="Prefill workers used when a request names none.")
+    prefill_timeout_s: float = Field(
+        default=60.0, gt=0, le=3600, description="Seconds prefill and transfer of a request get."
+    )
+    sidecar_socket: Path | None = Field(default=None, description="Unix socket of the local kvtransfer sidecar.")
+    scripted_step_ms: float = Field(
+        default=10.0, ge=0, le=60_000, description="Scripted runner: milliseconds of a step."
+    )
+    scripted_token_ms: float = Field(
+        default=0.0, ge=0, le=1000, description="Scripted runner: milliseconds a prompt token."
+    )
+    scripted_layers: int = Field(default=4, ge=1, le=256, description="Scripted runner: layers of the pretended model.")
+    scripted_faults: Path | None = Field(default=None, description="Scripted runner: file of programmed faults.")
 
     @property
     def local_prefill_tokens(self) -> int:
@@ -155,7 +209,7 @@ class PrefillSettings(WorkerSettings):
     model_config = SettingsConfigDict(env_prefix="KVMESH_PREFILL_")
     service: ClassVar[str] = "prefill"
 
-    role: Literal["prefill", "decode", "unified"] = Field("prefill", description="What this engine serves.")
+    role: Literal["prefill", "decode", "unified"] = Field(default="prefill", description="What this engine serves.")
 
 
 class DecodeSettings(WorkerSettings):
@@ -164,7 +218,7 @@ class DecodeSettings(WorkerSettings):
     model_config = SettingsConfigDict(env_prefix="KVMESH_DECODE_")
     service: ClassVar[str] = "decode"
 
-    role: Literal["prefill", "decode", "unified"] = Field("decode", description="What this engine serves.")
+    role: Literal["prefill", "decode", "unified"] = Field(default="decode", description="What this engine serves.")
 
 
 class KvTransferSettings(ServiceSettings):
@@ -173,15 +227,23 @@ class KvTransferSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="KVMESH_KVTRANSFER_")
     service: ClassVar[str] = "kvtransfer"
 
-    engine_socket: Path | None = Field(None, description="Unix socket on which the local engine registers.")
+    engine_socket: Path | None = Field(default=None, description="Unix socket on which the local engine registers.")
     transports: NameList = Field(
-        ["shm", "tcp"], min_length=1, description="Transports in order of preference: shm, tcp, fake, verbs, efa."
+        default=["shm", "tcp"],
+        min_length=1,
+        description="Transports in order of preference: shm, tcp, fake, verbs, efa.",
     )
-    heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between heartbeats of peers.")
-    lease_s: float = Field(5.0, gt=0, le=600, description="Seconds without a heartbeat after which a peer is fenced.")
-    tcp_listen_host: str = Field("127.0.0.1", min_length=1, description="Host on which the tcp transport listens.")
-    max_slots: int = Field(1024, ge=1, le=4096, description="Transfers a peer may have open (12 bits of the immediate).")
-    fake_faults: Path | None = Field(None, description="File of programmed faults of the fake transport.")
+    heartbeat_s: float = Field(default=1.0, gt=0, le=60, description="Seconds between heartbeats of peers.")
+    lease_s: float = Field(
+        default=5.0, gt=0, le=600, description="Seconds without a heartbeat after which a peer is fenced."
+    )
+    tcp_listen_host: str = Field(
+        default="127.0.0.1", min_length=1, description="Host on which the tcp transport listens."
+    )
+    max_slots: int = Field(
+        default=1024, ge=1, le=4096, description="Transfers open at a time (12 bits of the immediate)."
+    )
+    fake_faults: Path | None = Field(default=None, description="File of programmed faults of the fake transport.")
 
     @model_validator(mode="after")
     def _consistent(self) -> KvTransferSettings:

@@ -96,10 +96,12 @@ class TlsSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    cert: Path | None = Field(None, description="Certificate chain file of this service (PEM).")
-    key: Path | None = Field(None, description="Private key file of this service (PEM).")
-    ca: Path | None = Field(None, description="File of the authorities that peers are verified against (PEM).")
-    require_client_cert: bool = Field(False, description="Refuse clients without a certificate signed by `ca` (mTLS).")
+    cert: Path | None = Field(default=None, description="Certificate chain file of this service (PEM).")
+    key: Path | None = Field(default=None, description="Private key file of this service (PEM).")
+    ca: Path | None = Field(default=None, description="File of the authorities that peers are verified against (PEM).")
+    require_client_cert: bool = Field(
+        default=False, description="Refuse clients without a certificate signed by `ca` (mTLS)."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> TlsSettings:

@@ -15,13 +15,14 @@ from prometheus_client import (
     Histogram,
     PlatformCollector,
     ProcessCollector,
+    disable_created_metrics,
     generate_latest,
     start_http_server,
 )
 
-from kvmesh.config.types import split_host_port
 from kvmesh.telemetry import names
 
+disable_created_metrics()  # type: ignore[no-untyped-call]
 REGISTRY = CollectorRegistry(auto_describe=True)
 ProcessCollector(registry=REGISTRY)
 PlatformCollector(registry=REGISTRY)
@@ -95,6 +96,6 @@ def start_http(listen: str) -> MetricsServer | None:
     """Serve /metrics on "host:port" (port 0 = any free port); "" = off, returns None. OSError when it cannot bind."""
     if not listen:
         return None
-    host, port = split_host_port(listen)
-    server, thread = start_http_server(port, addr=host.strip("[]"), registry=REGISTRY)
+    host, _, port = listen.rpartition(":")
+    server, thread = start_http_server(int(port), addr=host.strip("[]"), registry=REGISTRY)
     return MetricsServer(f"{host}:{server.server_port}", server, thread)

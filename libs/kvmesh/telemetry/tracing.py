@@ -66,9 +66,7 @@ def setup(
             names.SERVICE_VERSION: __version__,
         }
     )
-    provider = TracerProvider(
-        sampler=ParentBased(TraceIdRatioBased(ratio)), resource=resource, shutdown_on_exit=False
-    )
+    provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(ratio)), resource=resource, shutdown_on_exit=False)
     if exporter is not None:
         provider.add_span_processor(SimpleSpanProcessor(exporter))
     else:
@@ -115,9 +113,9 @@ def traceparent(context: Context | None = None) -> str:
     return carrier.get(TRACEPARENT, "")
 
 
-def inject(metadata: Iterable[tuple[str, str | bytes]] = (), context: Context | None = None) -> list[
-    tuple[str, str | bytes]
-]:
+def inject(
+    metadata: Iterable[tuple[str, str | bytes]] = (), context: Context | None = None
+) -> list[tuple[str, str | bytes]]:
     """gRPC metadata with the trace context of the current span (or `context`) added."""
     carrier: dict[str, str] = {}
     _propagator.inject(carrier, context=context)

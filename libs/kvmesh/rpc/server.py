@@ -1,0 +1,260 @@
+"""The one way to start a grpc.aio server.
+
+server = RpcServer(settings)
+server.add(router_pb2_grpc.add_RouterServicer_to_server, Servicer(), access=Access.INNER)
+address = await server.start()        # bound; readiness is NOT_SERVING
+server.set_ready(True)
+await server.serve_until_signal(on_drain)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+
+from kvmesh.config import ServiceSettings, split_host_port
+from kvmesh.errors import FailedPrecondition
+from kvmesh.rpc import health, reflection
+from kvmesh.rpc.auth import MeshAuth
+from kvmesh.rpc.guard import Access, Policy, ServerState, wrap
+from kvmesh.rpc.limits import Deadline
+from kvmesh.rpc.tasks import BackgroundTasks, cancel_and_wait
+from kvmesh.rpc.tls import server_credentials
+from kvmesh.telemetry import metrics, names
+
+log = logging.getLogger(__name__)
+
+OnDrain = Callable[[Deadline], Awaitable[None]]
+MAX_METADATA_BYTES = 32 * 1024
+CLOSE_TIMEOUT_S = 5.0
+_OPEN = Policy(Access.OPEN)
+
+
+def _options(settings: ServiceSettings) -> list[tuple[str, int]]:
+    return [
+        # Two processes on one port would share its connections silently; a taken port must be an error.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.keepalive_time_ms", int(settings.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+class RpcServer:
+    """A grpc.aio server with health, reflection, TLS, guards around every handler, and a graceful end."""
+
+    def __init__(self, settings: ServiceSettings, *, auth: MeshAuth | None = None) -> None:
+        """Needs a running event loop. `auth` is made from the settings when not given."""
+        self.settings = settings
+        self.auth = auth if auth is not None else MeshAuth.from_settings(settings)
+        self.health = health.HealthServicer()
+        self.address = ""
+        self._state = ServerState(self.auth, settings.default_deadline_s)
+        self._server = grpc.aio.server(options=_options(settings))
+        self._policy = _OPEN
+        self._services: list[str] = []
+        self._ready = False
+        self._stop = asyncio.Event()
+        self._force = asyncio.Event()
+        self._stopped = False
+
+    # --- registration --------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        add_to_server: Callable[[Any, Any], None],
+        servicer: object,
+        *,
+        access: Access,
+        no_deadline: Iterable[str] = (),
+        while_draining: Iterable[str] = (),
+        long_lived: Iterable[str] = (),
+    ) -> None:
+        """Serve a servicer: `add_to_server` is the generated `add_XServicer_to_server`.
+
+        The last three name methods (see `Policy`); a name that the service does not have is a ValueError.
+        """
+        self._policy = Policy(access, frozenset(no_deadline), frozenset(while_draining), frozenset(long_lived))
+        try:
+            add_to_server(servicer, self)
+        finally:
+            self._policy = _OPEN
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
+        """Part of generated code's registration; the handlers come by name in `add_registered_method_handlers`."""
+
+    def add_registered_method_handlers(
+        self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
+    ) -> None:
+        """Called by generated code: wraps every method of a service and serves it."""
+        named = self._policy.no_deadline | self._policy.while_draining | self._policy.long_lived
+        if unknown := sorted(named - set(handlers)):
+            raise ValueError(f"{service} has no method {unknown[0]}")
+        wrapped = {name: wrap(handler, service, name, self._policy, self._state) for name, handler in handlers.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, wrapped),))
+        if self._policy.access is not Access.OPEN:
+            self._services.append(service)
+            self.health.add([service])
+
+    # --- life ----------------------------------------------------------------------------------------------------
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """Full names of the services, health and reflection aside."""
+        return tuple(self._services)
+
+    @property
+    def in_flight(self) -> int:
+        """Calls being served, long-lived streams and probes aside."""
+        return self._state.in_flight
+
+    @property
+    def draining(self) -> bool:
+        """True from the first signal on."""
+        return self._state.draining
+
+    @property
+    def ready(self) -> bool:
+        """True while readiness is SERVING."""
+        return self._ready
+
+    async def start(self) -> str:
+        """Bind and serve; returns the address that peers use. FailedPrecondition when the address cannot be bound."""
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self)
+        for name, handlers in reflection.reflection_handlers([*self._services, health.SERVICE_NAME]).items():
+            self.add_registered_method_handlers(name, handlers)
+        self.address = self._advertised(self._bind())
+        await self._server.start()
+        self._publish_ready(False)
+        log.info("listening on %s%s", self.address, " (TLS)" if self.settings.tls.serves_tls else "")
+        return self.address
+
+    def _bind(self) -> int:
+        listen = self.settings.listen
+        try:
+            if self.settings.tls.serves_tls:
+                port = self._server.add_secure_port(listen, server_credentials(self.settings.tls))
+            else:
+                port = self._server.add_insecure_port(listen)
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise FailedPrecondition(
+                f"cannot listen on {listen}: the address is taken, not of this machine, or not permitted",
+                details={"address": listen},
+            )
+        return port
+
+    def _advertised(self, port: int) -> str:
+        if self.settings.advertise:
+            return self.settings.advertise
+        if self.settings.listen.startswith("unix:"):
+            return self.settings.listen
+        host, _ = split_host_port(self.settings.listen)
+        return f"{socket.gethostname() if host in ('0.0.0.0', '[::]') else host}:{port}"
+
+    def set_ready(self, ready: bool, service: str | None = None) -> None:
+        """Readiness of one service or of all (None). On the event loop; once draining it stays off."""
+        ready = ready and not self._state.draining
+        for name in self._services if service is None else [service]:
+            self.health.set(name, ready)
+        self._publish_ready(all(self.health.is_serving(name) for name in self._services))
+
+    def _publish_ready(self, ready: bool) -> None:
+        if ready != self._ready:
+            log.info("readiness: %s", "SERVING" if ready else "NOT_SERVING")
+        self._ready = ready
+        metrics.gauge(names.READY).labels(self.settings.service).set(int(ready))
+
+    def request_stop(self) -> None:
+        """What SIGTERM does: the first call starts the drain, the second cuts it short."""
+        (self._force if self._stop.is_set() else self._stop).set()
+
+    async def serve_until_signal(
+        self, on_drain: OnDrain | None = None, *, tasks: BackgroundTasks | None = None
+    ) -> BaseException | None:
+        """Serve until SIGTERM, SIGINT, `request_stop` or the failure of an essential task of `tasks`; then drain.
+
+        Returns that failure, or None after an ordinary stop.
+        """
+        loop = asyncio.get_running_loop()
+        installed = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            try:
+                loop.add_signal_handler(number, self.request_stop)
+                installed.append(number)
+            except (NotImplementedError, RuntimeError, ValueError):
+                log.debug("no signal handler outside the main thread")
+        stop = asyncio.create_task(self._stop.wait(), name="stop")
+        failed = asyncio.create_task(tasks.wait_failed(), name="failed") if tasks is not None else None
+        try:
+            await asyncio.wait([t for t in (stop, failed) if t is not None], return_when=asyncio.FIRST_COMPLETED)
+            self._stop.set()
+            await self.drain(on_drain)
+            return tasks.failure if tasks is not None else None
+        finally:
+            await cancel_and_wait(stop, failed)
+            await self.close()
+            for number in installed:
+                loop.remove_signal_handler(number)
+
+    async def drain(self, on_drain: OnDrain | None = None) -> None:
+        """Readiness off, new work refused, work in flight finished within `drain_timeout_s`, then closed.
+
+        `on_drain` gets the deadline: it finishes or hands over the service's own work and ends its long-lived streams.
+        """
+        deadline = Deadline.after(self.settings.drain_timeout_s)
+        self.set_ready(False)
+        self._state.draining = True
+        log.info("draining: %d call(s) in flight, up to %.0f s", self.in_flight, self.settings.drain_timeout_s)
+        work = asyncio.create_task(self._finish(on_drain), name="drain")
+        force = asyncio.create_task(self._force.wait(), name="force")
+        try:
+            await asyncio.wait([work, force], timeout=deadline.timeout(), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                log.warning("drain cut short: %d call(s) still in flight", self.in_flight)
+        finally:
+            await cancel_and_wait(work, force)
+        await self.close()
+
+    async def _finish(self, on_drain: OnDrain | None) -> None:
+        if on_drain is not None:
+            try:
+                await on_drain(Deadline.after(self.settings.drain_timeout_s))
+            except Exception:
+                log.exception("the service's own drain failed")
+        await self._state.idle.wait()
+
+    async def close(self) -> None:
+        """Close at once: calls still in flight are cancelled. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._state.draining = True
+        self._publish_ready(False)
+        self.health.close()
+        # A moment for the last answers and the end of the health watches to leave the process.
+        await self._server.stop(0.1)
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await self._server.wait_for_termination()
+
+    async def __aenter__(self) -> RpcServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()

@@ -1,0 +1,130 @@
+"""The life of a service process, the same for all five: settings, logs, traces, metrics, server, ready file, end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvmesh import __version__
+from kvmesh.config import ServiceSettings, load_settings
+from kvmesh.errors import KvmeshError
+from kvmesh.rpc.auth import MeshAuth
+from kvmesh.rpc.limits import Deadline
+from kvmesh.rpc.server import RpcServer
+from kvmesh.rpc.tasks import BackgroundTasks
+from kvmesh.telemetry import metrics, names, setup_logs, tracing
+
+log = logging.getLogger(__name__)
+S = TypeVar("S", bound=ServiceSettings)
+
+
+class Service(Protocol):
+    """What a service builds around its servicers. `build` has registered them when it returns."""
+
+    async def started(self) -> None:
+        """The server is bound (`context.server.address`); start loops, register, set readiness when fit."""
+
+    async def drain(self, deadline: Deadline) -> None:
+        """Finish or hand over work and end long-lived streams, by the deadline."""
+
+    async def close(self) -> None:
+        """Release everything; called once, whatever happened before."""
+
+
+@dataclass(slots=True)
+class ServiceContext(Generic[S]):
+    """What a service is given. `ready_info` is merged into the ready file that is written after `started`."""
+
+    settings: S
+    server: RpcServer
+    auth: MeshAuth
+    tasks: BackgroundTasks
+    metrics_address: str = ""
+    ready_info: dict[str, Any] = field(default_factory=dict)
+
+
+Build = Callable[[ServiceContext[S]], Awaitable[Service]]
+
+
+def write_ready_file(path: Path, info: dict[str, Any]) -> None:
+    """Write JSON atomically: a reader sees nothing or all of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(info) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+async def serve(settings: S, build: Build[S]) -> int:
+    """Run a service until it is told to stop; returns its exit status (0 after an ordinary stop, else 1).
+
+    The ready file holds {"service", "instance", "pid", "address", "metrics", "version", …ready_info}; it is removed
+    at the end.
+    """
+    exporter = None
+    wrote: Path | None = None
+    service: Service | None = None
+    try:
+        exporter = metrics.start_http(settings.metrics_listen)
+        metrics.gauge(names.BUILD_INFO).labels(settings.service, settings.instance_name, __version__).set(1)
+        auth = MeshAuth.from_settings(settings)
+        server = RpcServer(settings, auth=auth)
+        async with BackgroundTasks() as tasks:
+            context = ServiceContext(settings, server, auth, tasks, exporter.address if exporter else "")
+            try:
+                service = await build(context)
+                address = await server.start()
+                await service.started()
+                if settings.ready_file is not None:
+                    info = {
+                        "service": settings.service,
+                        "instance": settings.instance_name,
+                        "pid": os.getpid(),
+                        "address": address,
+                        "metrics": context.metrics_address,
+                        "version": __version__,
+                    }
+                    write_ready_file(settings.ready_file, info | context.ready_info)
+                    wrote = settings.ready_file
+                failure = await server.serve_until_signal(service.drain, tasks=tasks)
+            finally:
+                await server.close()
+                if service is not None:
+                    await service.close()
+        if failure is not None:
+            log.error("stopped: a background task failed: %s", failure)
+        return 0 if failure is None else 1
+    except KvmeshError as exc:
+        log.error("cannot run: %s", exc.message)
+        return 1
+    except (OSError, ValueError) as exc:
+        log.error("cannot run: %s", exc)
+        return 1
+    finally:
+        if wrote is not None:
+            wrote.unlink(missing_ok=True)
+        if exporter is not None:
+            exporter.close()
+
+
+def run_service(settings_class: type[S], build: Build[S], argv: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m services.<name>`: `sys.exit(run_service(GatewaySettings, build))`."""
+    settings = load_settings(settings_class, argv)
+    setup_logs(settings.service, instance=settings.instance_name, level=settings.log_level, fmt=settings.log_format)
+    tracing.setup(
+        settings.service,
+        settings.otlp_endpoint,
+        settings.trace_sample_ratio,
+        instance=settings.instance_name,
+    )
+    try:
+        return asyncio.run(serve(settings, build))
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        tracing.shutdown()
