@@ -40,6 +40,12 @@ class NotFound(KvmeshError):
     reason = "NOT_FOUND"
 
 
+class AlreadyExists(KvmeshError):
+    """The id is in use by something that still runs."""
+
+    reason = "ALREADY_EXISTS"
+
+
 class Unauthenticated(KvmeshError):
     """No valid credential."""
 

@@ -134,6 +134,8 @@ SPAN_ENGINE_QUEUE = "engine.queue"
 SPAN_ENGINE_PREFILL = "engine.prefill"
 SPAN_ENGINE_DECODE = "engine.decode"
 SPAN_ENGINE_AWAIT_KV = "engine.await_kv"
+SPAN_DECODE_REQUEST = "decode.request"
+SPAN_DECODE_REMOTE_PREFILL = "decode.remote_prefill"
 SPAN_TRANSFER_SEND = "kvtransfer.send"
 SPAN_TRANSFER_RECEIVE = "kvtransfer.receive"
 
