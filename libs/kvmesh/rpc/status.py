@@ -37,6 +37,7 @@ class Row(NamedTuple):
 TABLE: dict[type[KvmeshError], Row] = {
     errors.InvalidArgument: Row(grpc.StatusCode.INVALID_ARGUMENT, 400, False),
     errors.NotFound: Row(grpc.StatusCode.NOT_FOUND, 404, False),
+    errors.AlreadyExists: Row(grpc.StatusCode.ALREADY_EXISTS, 409, False),
     errors.Unauthenticated: Row(grpc.StatusCode.UNAUTHENTICATED, 401, False),
     errors.PermissionDenied: Row(grpc.StatusCode.PERMISSION_DENIED, 403, False),
     errors.Overloaded: Row(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, True),
@@ -63,7 +64,7 @@ _BY_CODE: dict[grpc.StatusCode, type[KvmeshError]] = {
     grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.TooLarge,
     grpc.StatusCode.FAILED_PRECONDITION: errors.FailedPrecondition,
-    grpc.StatusCode.ALREADY_EXISTS: errors.FailedPrecondition,
+    grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyExists,
     grpc.StatusCode.UNIMPLEMENTED: errors.FailedPrecondition,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
     grpc.StatusCode.CANCELLED: errors.Cancelled,
