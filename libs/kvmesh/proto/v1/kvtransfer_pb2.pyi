@@ -149,6 +149,7 @@ class Descriptor(_message.Message):
     EXPECTED_BYTES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SIDECAR_INCARNATION_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     engine_id: _builtins.str
     """Destination engine and the life it belongs to."""
@@ -167,6 +168,8 @@ class Descriptor(_message.Message):
     """Bytes the destination will count, over all groups and ranks."""
     traceparent: _builtins.str
     request_id: _builtins.str
+    sidecar_incarnation: _builtins.int
+    """Life of the destination's sidecar that gave out the slot: a successor knows nothing of it and refuses."""
     @_builtins.property
     def layout(self) -> Global___Layout: ...
     @_builtins.property
@@ -190,10 +193,11 @@ class Descriptor(_message.Message):
         expected_bytes: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        sidecar_incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "engine_id", b"engine_id", "expected_bytes", b"expected_bytes", "first_block", b"first_block", "generation", b"generation", "groups", b"groups", "incarnation", b"incarnation", "layout", b"layout", "num_tokens", b"num_tokens", "regions", b"regions", "request_id", b"request_id", "slot", b"slot", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "engine_id", b"engine_id", "expected_bytes", b"expected_bytes", "first_block", b"first_block", "generation", b"generation", "groups", b"groups", "incarnation", b"incarnation", "layout", b"layout", "num_tokens", b"num_tokens", "regions", b"regions", "request_id", b"request_id", "sidecar_incarnation", b"sidecar_incarnation", "slot", b"slot", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -290,6 +294,8 @@ class SidecarMessage(_message.Message):
     TRANSFER_DONE_FIELD_NUMBER: _builtins.int
     TRANSFER_FAILED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    WRITER_JOINED_FIELD_NUMBER: _builtins.int
+    WRITER_GONE_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SidecarHello: ...
@@ -309,6 +315,10 @@ class SidecarMessage(_message.Message):
     def transfer_failed(self) -> Global___TransferFailed: ...
     @_builtins.property
     def refused(self) -> Global___Refused: ...
+    @_builtins.property
+    def writer_joined(self) -> Global___WriterJoined: ...
+    @_builtins.property
+    def writer_gone(self) -> Global___WriterGone: ...
     def __init__(
         self,
         *,
@@ -322,12 +332,14 @@ class SidecarMessage(_message.Message):
         transfer_done: Global___TransferDone | None = ...,
         transfer_failed: Global___TransferFailed | None = ...,
         refused: Global___Refused | None = ...,
+        writer_joined: Global___WriterJoined | None = ...,
+        writer_gone: Global___WriterGone | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "hello", b"hello", "refused", b"refused", "slot_complete", b"slot_complete", "slot_drained", b"slot_drained", "slot_failed", b"slot_failed", "slot_opened", b"slot_opened", "transfer_accepted", b"transfer_accepted", "transfer_done", b"transfer_done", "transfer_failed", b"transfer_failed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "hello", b"hello", "refused", b"refused", "slot_complete", b"slot_complete", "slot_drained", b"slot_drained", "slot_failed", b"slot_failed", "slot_opened", b"slot_opened", "transfer_accepted", b"transfer_accepted", "transfer_done", b"transfer_done", "transfer_failed", b"transfer_failed", "writer_gone", b"writer_gone", "writer_joined", b"writer_joined"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "hello", b"hello", "refused", b"refused", "slot_complete", b"slot_complete", "slot_drained", b"slot_drained", "slot_failed", b"slot_failed", "slot_opened", b"slot_opened", "transfer_accepted", b"transfer_accepted", "transfer_done", b"transfer_done", "transfer_failed", b"transfer_failed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "hello", b"hello", "refused", b"refused", "slot_complete", b"slot_complete", "slot_drained", b"slot_drained", "slot_failed", b"slot_failed", "slot_opened", b"slot_opened", "transfer_accepted", b"transfer_accepted", "transfer_done", b"transfer_done", "transfer_failed", b"transfer_failed", "writer_gone", b"writer_gone", "writer_joined", b"writer_joined"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "slot_opened", "slot_complete", "slot_failed", "slot_drained", "transfer_accepted", "transfer_done", "transfer_failed", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "slot_opened", "slot_complete", "slot_failed", "slot_drained", "transfer_accepted", "transfer_done", "transfer_failed", "refused", "writer_joined", "writer_gone"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -348,6 +360,7 @@ class EngineHello(_message.Message):
     DOORBELL_BYTES_FIELD_NUMBER: _builtins.int
     RING_BYTES_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    ORPHAN_LINKS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.int
     doorbell_bytes: _builtins.int
@@ -357,6 +370,12 @@ class EngineHello(_message.Message):
     def layout(self) -> Global___Layout: ...
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionInfo]: ...
+    @_builtins.property
+    def orphan_links(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Links of this engine's former, dead sidecars whose writers may still have its memory mapped (see WriterJoined).
+        When such a writer tells its Unmapped to this sidecar, WriterGone is passed on.
+        """
+
     def __init__(
         self,
         *,
@@ -367,10 +386,11 @@ class EngineHello(_message.Message):
         doorbell_bytes: _builtins.int = ...,
         ring_bytes: _builtins.int = ...,
         protocol: _builtins.int = ...,
+        orphan_links: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["doorbell_bytes", b"doorbell_bytes", "engine_id", b"engine_id", "incarnation", b"incarnation", "layout", b"layout", "protocol", b"protocol", "regions", b"regions", "ring_bytes", b"ring_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doorbell_bytes", b"doorbell_bytes", "engine_id", b"engine_id", "incarnation", b"incarnation", "layout", b"layout", "orphan_links", b"orphan_links", "protocol", b"protocol", "regions", b"regions", "ring_bytes", b"ring_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -476,6 +496,60 @@ class SlotOpened(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlotOpened: _TypeAlias = SlotOpened  # noqa: Y015
+
+@_typing.final
+class WriterJoined(_message.Message):
+    """Another process has been let in to map this engine's memory. Comes with one descriptor, its pidfd, and is in the socket
+    before the writer gets the memory, so that it outlives the sidecar: when the sidecar dies, slots stay exposed until
+    each writer that joined has unmapped (WriterGone, from the successor) or exited (pidfd).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    SIDECAR_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    link_id: _builtins.int
+    sidecar_id: _builtins.str
+    engine_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        link_id: _builtins.int = ...,
+        sidecar_id: _builtins.str = ...,
+        engine_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "link_id", b"link_id", "sidecar_id", b"sidecar_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriterJoined: _TypeAlias = WriterJoined  # noqa: Y015
+
+@_typing.final
+class WriterGone(_message.Message):
+    """That writer has unmapped this engine's memory, or its process is gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    link_id: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        link_id: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_id", b"link_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriterGone: _TypeAlias = WriterGone  # noqa: Y015
 
 @_typing.final
 class CloseSlot(_message.Message):
@@ -892,6 +966,8 @@ class PeerHello(_message.Message):
     DESTINATION_INCARNATION_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     OFFERS_FIELD_NUMBER: _builtins.int
+    DESTINATION_SIDECAR_INCARNATION_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.int
@@ -900,11 +976,19 @@ class PeerHello(_message.Message):
     destination_engine_id: _builtins.str
     """Which engine and life it wants to write to."""
     destination_incarnation: _builtins.int
+    destination_sidecar_incarnation: _builtins.int
+    """From the descriptor. 0 on a stream of notices: any life."""
     @_builtins.property
     def layout(self) -> Global___Layout: ...
     @_builtins.property
     def offers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportOffer]:
-        """Source's usable transports, best first, with what the other end needs to judge them."""
+        """Source's usable transports, best first, with what the other end needs to judge them. None: the stream carries notices
+        only (Unmapped), and nothing is bound on it.
+        """
+
+    @_builtins.property
+    def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportOffer]:
+        """Transports that the source tried on this destination and could not open, with the reason."""
 
     def __init__(
         self,
@@ -918,10 +1002,12 @@ class PeerHello(_message.Message):
         destination_incarnation: _builtins.int = ...,
         layout: Global___Layout | None = ...,
         offers: _abc.Iterable[Global___TransportOffer] | None = ...,
+        destination_sidecar_incarnation: _builtins.int = ...,
+        failed: _abc.Iterable[Global___TransportOffer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination_engine_id", b"destination_engine_id", "destination_incarnation", b"destination_incarnation", "engine_id", b"engine_id", "incarnation", b"incarnation", "layout", b"layout", "offers", b"offers", "protocol", b"protocol", "sidecar_id", b"sidecar_id", "sidecar_incarnation", b"sidecar_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination_engine_id", b"destination_engine_id", "destination_incarnation", b"destination_incarnation", "destination_sidecar_incarnation", b"destination_sidecar_incarnation", "engine_id", b"engine_id", "failed", b"failed", "incarnation", b"incarnation", "layout", b"layout", "offers", b"offers", "protocol", b"protocol", "sidecar_id", b"sidecar_id", "sidecar_incarnation", b"sidecar_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -933,19 +1019,23 @@ class TransportOffer(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """`shm`, `tcp`, `fake`, ..."""
     host_id: _builtins.str
-    """shm: boot id and network namespace of the host, to tell that both ends share memory."""
+    """shm: boot id of the host, to tell that both ends share memory."""
+    reason: _builtins.str
+    """In PeerHello.failed: why."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         host_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "name", b"name", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -966,6 +1056,9 @@ class PeerHelloReply(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_S_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.int
@@ -977,6 +1070,10 @@ class PeerHelloReply(_message.Message):
     endpoint: _builtins.str
     """shm: path of the Unix socket; tcp: host:port. The token below opens it once."""
     token: _builtins.bytes
+    link_id: _builtins.int
+    """Names this link for ever: DataHello and Unmapped carry it."""
+    heartbeat_s: _builtins.float
+    lease_s: _builtins.float
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionInfo]: ...
     @_builtins.property
@@ -995,14 +1092,80 @@ class PeerHelloReply(_message.Message):
         token: _builtins.bytes = ...,
         regions: _abc.Iterable[Global___RegionInfo] | None = ...,
         layout: Global___Layout | None = ...,
+        link_id: _builtins.int = ...,
+        heartbeat_s: _builtins.float = ...,
+        lease_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "engine_id", b"engine_id", "incarnation", b"incarnation", "layout", b"layout", "protocol", b"protocol", "reason", b"reason", "regions", b"regions", "sidecar_id", b"sidecar_id", "sidecar_incarnation", b"sidecar_incarnation", "token", b"token", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "engine_id", b"engine_id", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "layout", b"layout", "lease_s", b"lease_s", "link_id", b"link_id", "protocol", b"protocol", "reason", b"reason", "regions", b"regions", "sidecar_id", b"sidecar_id", "sidecar_incarnation", b"sidecar_incarnation", "token", b"token", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PeerHelloReply: _TypeAlias = PeerHelloReply  # noqa: Y015
+
+@_typing.final
+class DataHello(_message.Message):
+    """First frame of the writer on a data connection (framing as on the engine's socket). shm: a pidfd of the process that
+    will write comes along.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    SIDECAR_ID_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    token: _builtins.bytes
+    link_id: _builtins.int
+    sidecar_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        protocol: _builtins.int = ...,
+        token: _builtins.bytes = ...,
+        link_id: _builtins.int = ...,
+        sidecar_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_id", b"link_id", "protocol", b"protocol", "sidecar_id", b"sidecar_id", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataHello: _TypeAlias = DataHello  # noqa: Y015
+
+@_typing.final
+class DataHelloReply(_message.Message):
+    """shm: one memfd per region comes along, in this order. After it the writer sends records of 16 bytes, little-endian:
+    u32 immediate, u32 kind (0: bytes written; 1: unmapped, the last one), u64 bytes.
+    tcp: after it the writer sends writes, the receiver one record of 16 bytes per write: u64 its number, u64 its bytes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OK_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
+    ok: _builtins.bool
+    reason: _builtins.str
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionInfo]: ...
+    def __init__(
+        self,
+        *,
+        ok: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        regions: _abc.Iterable[Global___RegionInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ok", b"ok", "reason", b"reason", "regions", b"regions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataHelloReply: _TypeAlias = DataHelloReply  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
@@ -1157,17 +1320,22 @@ class Unmapped(_message.Message):
 
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    LINK_ID_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
+    """Destination engine and its life."""
     incarnation: _builtins.int
+    link_id: _builtins.int
+    """From PeerHelloReply of the link that had the memory."""
     def __init__(
         self,
         *,
         engine_id: _builtins.str = ...,
         incarnation: _builtins.int = ...,
+        link_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "incarnation", b"incarnation", "link_id", b"link_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
