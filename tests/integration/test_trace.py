@@ -1,0 +1,69 @@
+"""One request, one trace: spans of the client and all five services, received over real OTLP/gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from conftest import mesh_up, until
+from kvmesh.telemetry.tracing import setup
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+SERVICES = {"gateway", "router", "decode", "prefill", "kvtransfer"}
+
+
+class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps every span by trace id as (service, name, span id, parent id)."""
+
+    def __init__(self) -> None:
+        self.traces: dict[bytes, list[tuple[str, str, bytes, bytes]]] = defaultdict(list)
+
+    async def Export(self, request, context):  # type: ignore[no-untyped-def]
+        for resource in request.resource_spans:
+            names = [a.value.string_value for a in resource.resource.attributes if a.key == "service.name"]
+            service = names[0].removeprefix("kvmesh.").removeprefix("kvmesh-") if names else "?"
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    self.traces[span.trace_id].append((service, span.name, span.span_id, span.parent_span_id))
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[tuple[Receiver, str]]:
+    server = grpc.aio.server()
+    servicer = Receiver()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield servicer, f"http://127.0.0.1:{port}"
+    await server.stop(0)
+
+
+async def test_one_trace_joins_client_and_all_five_services(receiver: tuple[Receiver, str]) -> None:
+    servicer, endpoint = receiver
+    tracing = setup("client", otlp_endpoint=endpoint)
+    tracer = trace.get_tracer("test")
+    async with mesh_up(cache=False, otlp_endpoint=endpoint) as mesh:
+        with tracer.start_as_current_span("test.root") as root:
+            trace_id = root.get_span_context().trace_id.to_bytes(16, "big")
+            from conftest import answer
+
+            _, finished = await answer(mesh, "trace me " * 20)
+            assert finished.served.transfer_bytes > 0
+        await asyncio.to_thread(tracing.shutdown)
+
+        def complete() -> bool:
+            return {span[0] for span in servicer.traces[trace_id]} >= SERVICES | {"client"}
+
+        await until(complete, f"spans of all services (have {servicer.traces[trace_id]})", timeout_s=30)
+    spans = servicer.traces[trace_id]
+    ids = {span[2] for span in spans}
+    orphans = [span for span in spans if span[3] and span[3] not in ids]
+    assert not orphans, f"spans without their parent: {orphans}"
+    sidecar_spans = {span[1] for span in spans if span[0] == "kvtransfer"}
+    assert any("send" in name for name in sidecar_spans)
+    assert any("receive" in name for name in sidecar_spans)

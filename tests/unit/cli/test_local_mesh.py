@@ -1,0 +1,179 @@
+"""The plan, the child processes and the supervisor of `kvmesh up`, on tiny stand-in services."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from kvmesh.cli.plan import MeshOptions, MeshPlan, plan_mesh
+from kvmesh.cli.process import Process, ProcessSpec
+from kvmesh.cli.state import MeshState, read_state, remove_state, write_state
+from kvmesh.cli.supervisor import StartFailed, Supervisor
+from kvmesh.cli.up import free_port
+
+# A stand-in service: writes its ready file, serves grpc.health.v1, ends on SIGTERM.
+SERVICE = textwrap.dedent(
+    """
+    import asyncio, json, os, signal, sys
+    import grpc
+    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    async def main():
+        server = grpc.aio.server()
+        servicer = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        await servicer.set("stand.In", health_pb2.HealthCheckResponse.SERVING)
+        path = sys.argv[1]
+        open(path + ".tmp", "w").write(json.dumps({"pid": os.getpid(), "address": f"127.0.0.1:{port}", "metrics": ""}))
+        os.replace(path + ".tmp", path)
+        stop = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+        await stop.wait()
+        await server.stop(0)
+    asyncio.run(main())
+    """
+)
+
+
+def stand_in(tmp_path: Path, name: str, code: str = SERVICE) -> ProcessSpec:
+    ready = tmp_path / f"{name}.ready"
+    return ProcessSpec(name, (sys.executable, "-c", code, str(ready)), ready_file=ready, serving="stand.In")
+
+
+async def wait_for(condition, timeout_s: float = 20.0) -> None:  # type: ignore[no-untyped-def]
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_plan_starts_router_then_sidecars_then_engines_and_gateway(tmp_path: Path) -> None:
+    options = MeshOptions(prefill=2, decode=3, unified=1, router_port=7001, gateway_port=7002)
+    plan = plan_mesh(options, tmp_path, redis=("redis-server",), redis_url="unix:///x")
+    names = [[spec.name for spec in stage] for stage in plan.stages]
+    assert names[0] == ["redis", "router"]
+    assert len(names[1]) == 6
+    assert all(name.startswith("kvtransfer-") for name in names[1])
+    assert names[2] == ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2", "unified-0", "gateway"]
+    engine = next(spec for spec in plan.specs if spec.name == "unified-0")
+    assert "services.decode" in engine.argv
+    assert "--role=unified" in engine.argv
+    assert f"--sidecar-socket={tmp_path / 'unified-0.sock'}" in engine.argv
+    assert plan.gateway_address == "127.0.0.1:7002"
+
+
+def test_every_flag_of_the_plan_is_a_setting(tmp_path: Path) -> None:
+    """The plan speaks in flags; the services' own schemas judge them."""
+    from kvmesh.config import DecodeSettings, GatewaySettings, KvTransferSettings, PrefillSettings, RouterSettings
+    from kvmesh.config.load import build_settings
+
+    schemas = {
+        "gateway": GatewaySettings,
+        "router": RouterSettings,
+        "prefill": PrefillSettings,
+        "decode": DecodeSettings,
+        "kvtransfer": KvTransferSettings,
+    }
+    options = MeshOptions(router_port=7001, gateway_port=7002, threads=2, unified=1, settings={"decode.max_batch": "7"})
+    plan = plan_mesh(options, tmp_path, redis_url="unix:///x/redis.sock")
+    for spec in plan.specs:
+        service = spec.argv[2].removeprefix("services.")
+        settings = build_settings(schemas[service], spec.argv[3:])
+        assert settings.instance == spec.name
+        if service == "decode":
+            assert settings.max_batch == 7
+
+
+def test_a_taken_port_is_replaced() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert free_port(port) not in (0, port)
+    assert free_port(0) > 0
+
+
+async def test_supervisor_starts_restarts_and_stops(tmp_path: Path) -> None:
+    plan = MeshPlan(((stand_in(tmp_path, "one"),), (stand_in(tmp_path, "two"),)), "", "")
+    events: list[tuple[str, str]] = []
+    supervisor = Supervisor(plan, tmp_path, lambda name, what: events.append((name, what)))
+    await supervisor.start()
+    try:
+        assert ("one", "up") in events
+        assert ("two", "up") in events
+        first = supervisor.processes["one"].pid
+        os.kill(first, signal.SIGKILL)
+        await wait_for(lambda: supervisor.restarts.get("one") == 1 and supervisor.processes["one"].read_ready())
+        assert supervisor.processes["one"].pid != first
+    finally:
+        await supervisor.stop()
+    assert all(not process.alive for process in supervisor.processes.values())
+    assert supervisor.restarts == {"one": 1}
+
+
+async def test_a_service_that_dies_at_start_is_named_with_its_log(tmp_path: Path) -> None:
+    bad = stand_in(tmp_path, "bad", "import sys; print('no such model', file=sys.stderr); sys.exit(3)")
+    supervisor = Supervisor(MeshPlan(((bad,),), "", ""), tmp_path)
+    with pytest.raises(StartFailed, match=r"(?s)bad ended with code 3.*no such model"):
+        await supervisor.start()
+    await supervisor.stop()
+
+
+async def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    code = "import signal as s, sys; s.signal(s.SIGTERM, s.SIG_IGN); open(sys.argv[1], 'w'); s.pause()"
+    spec = ProcessSpec("deaf", (sys.executable, "-c", code, str(tmp_path / "up")), stop_timeout_s=0.2)
+    process = await Process.start(spec, tmp_path)
+    await wait_for((tmp_path / "up").exists)
+    assert await process.stop() == -signal.SIGKILL
+
+
+def test_no_orphan_when_the_parent_is_killed(tmp_path: Path) -> None:
+    """kill -9 of the supervisor takes its children along."""
+    code = textwrap.dedent(
+        f"""
+        import asyncio, os, signal, sys
+        from pathlib import Path
+        from kvmesh.cli.process import Process, ProcessSpec
+        async def main():
+            spec = ProcessSpec("child", (sys.executable, "-c", "import signal; signal.pause()"))
+            process = await Process.start(spec, Path({str(tmp_path)!r}))
+            print(process.pid, flush=True)
+            await asyncio.Event().wait()
+        asyncio.run(main())
+        """
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    gone = os.pidfd_open(child)
+    parent.kill()
+    parent.wait()
+    import select
+
+    assert select.select([gone], [], [], 10)[0], "the child outlived its parent"
+    os.close(gone)
+    parent.stdout.close()
+
+
+def test_state_of_a_dead_mesh_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMESH_STATE", str(tmp_path / "mesh.json"))
+    assert read_state() is None
+    alive = MeshState(os.getpid(), "127.0.0.1:1", "127.0.0.1:2", "/run", "/run/token", "m")
+    path = write_state(alive)
+    assert path.stat().st_mode & 0o077 == 0
+    assert read_state() == alive
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    write_state(MeshState(child.pid, "a", "b", "c", "d", "m"))
+    assert read_state() is None
+    remove_state(os.getpid())
+    assert path.exists(), "another mesh's file is not ours to remove"
+    path.write_text("{broken")
+    assert read_state() is None
