@@ -59,7 +59,7 @@ def plan(
     """Plan the copy of tokens [first_token, first_token + num_tokens) of a group.
 
     Both page lists start at the same token of the sequence; token numbers count from there. Pages are written whole,
-    the last one too. num_tokens None: to the end of `dst_pages`. Pages that the lists have beyond the tokens are ignored.
+    the last one too. num_tokens None: to the end of `dst_pages`. What the lists have beyond the tokens is ignored.
 
     src_rank, dst_rank: only that rank's rows. kept_pages: positions of source pages that are sent, compacted (sparse
     groups). replica_draw: which of several equal source replicas feeds a destination, modulo their number (a transfer

@@ -159,6 +159,10 @@ class PagePool:
         """
         if n < 0:
             raise InvalidArgument(f"cannot allocate {n} pages")
+        if n == 0:
+            if generation is not None and owner in self._holdings:
+                self._holdings[owner].generation = generation
+            return []
         short = n - self._runs.count
         if short > 0:
             if self._cache is None or self._cache.evictable_count < short:
@@ -174,8 +178,6 @@ class PagePool:
             users[page] = 1
             state[page] = PageState.OWNED
         holding.pages.update(dict.fromkeys(pages))
-        if not holding.pages:
-            del self._holdings[owner]
         return pages
 
     def share(self, owner: Owner, pages: Sequence[int]) -> None:

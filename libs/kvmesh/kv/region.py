@@ -37,7 +37,7 @@ class Region:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Region:
-        """A new zeroed region. `name` shows in /proc/PID/maps only. Raises InvalidArgument or Unavailable (no memory)."""
+        """A new zeroed region. `name` is only for people (/proc/PID/maps). Raises InvalidArgument, Unavailable."""
         _check_size(nbytes)
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -61,13 +61,13 @@ class Region:
         """
         try:
             _check_size(nbytes)
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode):
-                raise InvalidArgument(f"region {name!r}: the descriptor is no memory file")
             try:
+                regular = stat.S_ISREG(os.fstat(fd).st_mode)
                 seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             except OSError:
                 raise InvalidArgument(f"region {name!r}: the descriptor is no memory file") from None
+            if not regular:
+                raise InvalidArgument(f"region {name!r}: the descriptor is no memory file")
             if seals & _REQUIRED_SEALS != _REQUIRED_SEALS:
                 raise InvalidArgument(f"region {name!r} is not sealed against shrinking")
             # After the seals: from here on the size cannot fall.
