@@ -108,7 +108,10 @@ class Region:
         return np.frombuffer(self.buf, dtype=dtype, offset=offset, count=count)
 
     def close(self) -> None:
-        """Close the descriptor and unmap; idempotent. Where views are still alive the unmapping waits for the last."""
+        """Close the descriptor and unmap; idempotent. Where views are still alive the unmapping waits for the last.
+
+        (The mmap object keeps a duplicate of the descriptor for as long as it maps.)
+        """
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
