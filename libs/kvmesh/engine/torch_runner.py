@@ -23,7 +23,8 @@ from kvmesh.kv.ring import Doorbell
 from kvmesh.layers.paged import PagedKv, StepPlan, plan_step
 from kvmesh.loading.source import open_checkpoint, resolve
 from kvmesh.loading.weights import Progress, WeightReader, torch_dtype
-from kvmesh.models.llama import LlamaModel
+from kvmesh.models.llama import Model
+from kvmesh.models.registry import build_model
 
 GROUP = "full"
 DTYPES = ("bf16", "fp32")
@@ -55,7 +56,7 @@ class StepLogits:
 class TorchRunner:
     """`Runner` on CPU. Not thread-safe: the engine core's thread alone calls it."""
 
-    def __init__(self, model: LlamaModel, info: ModelInfo) -> None:
+    def __init__(self, model: Model, info: ModelInfo) -> None:
         self.model = model
         self.info = info
         self._kv: PagedKv | None = None
@@ -63,11 +64,17 @@ class TorchRunner:
 
     @classmethod
     def load(
-        cls, spec: str, dtype: str = "bf16", threads: int | None = None, progress: Progress | None = None
+        cls,
+        spec: str,
+        dtype: str = "bf16",
+        threads: int | None = None,
+        progress: Progress | None = None,
+        backend: str = "auto",
     ) -> TorchRunner:
         """Load a model (`kvmesh.loading.source.resolve` says what a spec is).
 
         threads: of torch's pool, for the whole process; None leaves it. progress(done, total) counts stored bytes.
+        backend: `native` kernels, `torch`, or `auto` (native where it can be built and covers the model).
         NotFound, DataLoss and InvalidArgument as the loaders raise them.
         """
         if dtype not in DTYPES:
@@ -77,7 +84,7 @@ class TorchRunner:
         checkpoint = open_checkpoint(resolve(spec))
         try:
             with torch.inference_mode():
-                model = LlamaModel(checkpoint.config, WeightReader(checkpoint, torch_dtype(dtype), progress))
+                model = build_model(checkpoint.config, WeightReader(checkpoint, torch_dtype(dtype), progress), backend)
             described = checkpoint.describe()
         finally:
             checkpoint.close()
@@ -107,6 +114,7 @@ class TorchRunner:
         if GROUP not in regions:
             raise InvalidArgument(f"no region for kv group {GROUP!r}")
         self._kv = PagedKv(layout, GROUP, regions[GROUP])
+        self.model.bind(self._kv)
         self._doorbell = doorbell
 
     @torch.inference_mode()
@@ -118,7 +126,7 @@ class TorchRunner:
         if not batch.slices:
             raise Internal("a step without slices")
         kv.copy_pages(batch.copies)
-        plan = plan_step([(s.token_ids, s.start, s.block_table) for s in batch.slices], kv, self.info.vocab_size)
+        plan = plan_step([(s.token_ids, s.start, s.block_table) for s in batch.slices], kv, self.info.vocab_size, self.model.backend == "torch")
 
         def kv_ready(layer: int) -> None:
             doorbell.ring()

@@ -25,7 +25,7 @@ def paged_attention(layer: torch.Tensor, q: torch.Tensor, plan: StepPlan, kv: Pa
         out[begin:end] = _decode(layer, q[begin:end], group, kv)
     for chunk in plan.chunks:
         begin, end = chunk.rows
-        out[begin:end] = _prefill(layer, q[begin:end], chunk, kv)
+        out[begin:end] = prefill_chunk(layer, q[begin:end], chunk, kv)
     return out.view(len(q), -1)
 
 
@@ -40,7 +40,8 @@ def _decode(layer: torch.Tensor, q: torch.Tensor, group: DecodeGroup, kv: PagedK
     return torch.bmm(weights, v).view(rows, heads, dim).to(q.dtype)
 
 
-def _prefill(layer: torch.Tensor, q: torch.Tensor, chunk: Chunk, kv: PagedKv) -> torch.Tensor:
+def prefill_chunk(layer: torch.Tensor, q: torch.Tensor, chunk: Chunk, kv: PagedKv) -> torch.Tensor:
+    """A chunk's queries (tokens, heads, head_dim) against its history and itself, causally; same shape and dtype."""
     tokens, heads, dim = q.shape
     group, length = heads // kv.kv_heads, chunk.length
     pages = layer[chunk.pages]  # (pages, kv_heads, 2, page_size, dim)

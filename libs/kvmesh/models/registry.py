@@ -1,0 +1,34 @@
+"""From a checkpoint to a model on the best backend that this machine has."""
+
+from __future__ import annotations
+
+import logging
+
+from kvmesh.errors import InvalidArgument
+from kvmesh.layers.native.build import NativeUnavailable, load_library
+from kvmesh.loading.config import ModelConfig
+from kvmesh.loading.weights import WeightReader
+from kvmesh.models.llama import LlamaWeights, Model, TorchLlama
+from kvmesh.models.llama_native import NativeLlama, supports
+
+BACKENDS = ("auto", "native", "torch")
+_log = logging.getLogger(__name__)
+
+
+def build_model(config: ModelConfig, reader: WeightReader, backend: str = "auto") -> Model:
+    """Load weights into a model. `native` raises InvalidArgument where the kernels cannot serve; `auto` takes torch."""
+    if backend not in BACKENDS:
+        raise InvalidArgument(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+    reason = None if supports(config, reader.dtype) else "the kernels do not cover this model or dtype"
+    if backend != "torch" and reason is None:
+        try:
+            load_library()
+        except NativeUnavailable as error:
+            reason = str(error)
+    if backend == "native" and reason:
+        raise InvalidArgument(f"no native backend: {reason}")
+    weights = LlamaWeights(config, reader)
+    if backend == "torch" or reason:
+        _log.info("torch backend: %s", reason or "asked for")
+        return TorchLlama(weights)
+    return NativeLlama(weights)
