@@ -116,6 +116,23 @@ class RouterSettings(ServiceSettings):
         default=2.0, gt=0, le=60, description="Seconds a placement counts before a report shows it."
     )
     alternates: int = Field(default=3, ge=0, le=64, description="Ranked alternates returned with a placement.")
+    aliases: NameList = Field(
+        ["auto"],
+        max_length=256,
+        description='Names that stand for a model: "name=model", or "name" alone for what most workers serve.',
+    )
+
+    @model_validator(mode="after")
+    def _named(self) -> RouterSettings:
+        if any(not alias.partition("=")[0].strip() for alias in self.aliases):
+            raise ValueError('an alias is "name" or "name=model"')
+        return self
+
+    @property
+    def alias_map(self) -> dict[str, str]:
+        """Alias → model; "" stands for what most workers serve."""
+        pairs = (alias.partition("=") for alias in self.aliases)
+        return {name.strip(): model.strip() for name, _, model in pairs}
 
 
 class WorkerSettings(ServiceSettings):
