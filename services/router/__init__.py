@@ -1,0 +1,1 @@
+"""The router: decides who serves, remembers answers, knows the fleet."""

@@ -1,0 +1,154 @@
+"""The router's gRPC face: Route, Report, Watch, Attach."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvmesh.config import RouterSettings
+from kvmesh.errors import FailedPrecondition, InvalidArgument
+from kvmesh.proto.v1 import router_pb2, router_pb2_grpc
+from kvmesh.rpc import Access, Deadline, ServiceContext, cancel_and_wait, tenant_from
+from kvmesh.rpc.auth import ServicerContext
+from kvmesh.telemetry import metrics, names
+
+from services.router.cache import AnswerCache
+from services.router.fleet import Fleet, Session
+from services.router.routing import Routing
+from services.router.watch import WatchHub
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+MAX_SEEN = 65536
+
+
+class RouterServicer(router_pb2_grpc.RouterServicer):
+    """Thin: every method hands over to the part that knows."""
+
+    def __init__(self, router_id: str, fleet: Fleet, routing: Routing, hub: WatchHub) -> None:
+        self._router_id = router_id
+        self._fleet = fleet
+        self._routing = routing
+        self._hub = hub
+        self._sessions: set[Session] = set()
+
+    async def Route(self, request: router_pb2.RouteRequest, context: ServicerContext) -> router_pb2.RouteResponse:
+        """See router.proto."""
+        return await self._routing.route(request, tenant_from(context), context.time_remaining())
+
+    async def Report(self, request: router_pb2.ReportRequest, context: ServicerContext) -> router_pb2.ReportResponse:
+        """See router.proto. Returns when the answer is stored, or will not be."""
+        await self._routing.report(request, tenant_from(context))
+        return router_pb2.ReportResponse()
+
+    async def Watch(
+        self, request: router_pb2.WatchRequest, context: ServicerContext
+    ) -> AsyncIterator[router_pb2.WatchResponse]:
+        """See router.proto."""
+        async for message in self._hub.stream():
+            yield message
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[router_pb2.AttachRequest], context: ServicerContext
+    ) -> AsyncIterator[router_pb2.AttachResponse]:
+        """See router.proto. The stream ends with the reason why the fleet let go of the worker."""
+        session = Session()
+        self._sessions.add(session)
+        reader = asyncio.create_task(self._read(request_iterator, session), name="attach-read")
+        closed = asyncio.create_task(session.closed.wait(), name="attach-closed")
+        registered = asyncio.create_task(session.registered.wait(), name="attach-registered")
+        try:
+            await asyncio.wait(
+                {reader, closed, registered}, timeout=self._fleet.timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not session.registered.is_set() and not reader.done():
+                raise FailedPrecondition("no registration came")
+            while not reader.done() and not session.closed.is_set():
+                yield router_pb2.AttachResponse(router_id=self._router_id)
+                await asyncio.wait({reader, closed}, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():
+                reader.result()
+            elif session.closed.is_set():
+                raise session.error()
+        finally:
+            self._sessions.discard(session)
+            self._fleet.detach(session)
+            await cancel_and_wait(reader, closed, registered)
+
+    async def _read(self, messages: AsyncIterator[router_pb2.AttachRequest], session: Session) -> None:
+        async for message in messages:
+            event = message.WhichOneof("event")
+            if event == "registration":
+                self._fleet.register(message.registration, session)
+            elif event == "load":
+                worker = self._fleet.report(session, message.load.load)
+                self._routing.credit.seen(worker.worker_id, message.load.seen_requests[:MAX_SEEN])
+            elif event == "kv":
+                self._fleet.kv_events(session, message.kv)
+            else:
+                raise InvalidArgument("an attach message holds a registration, a load report or KV events")
+
+    def close(self) -> None:
+        """End all streams: workers and watchers turn to another router."""
+        self._hub.close()
+        for session in list(self._sessions):
+            session.close("this router is stopping")
+
+
+class RouterService:
+    """Life of the router process."""
+
+    def __init__(self, context: ServiceContext[RouterSettings]) -> None:
+        """Raises ValueError or OSError for settings that cannot be used."""
+        settings = context.settings
+        self._context = context
+        self.fleet = Fleet(settings.worker_timeout_s)
+        self.cache = AnswerCache.from_settings(settings)
+        self.routing = Routing(settings, self.fleet, self.cache)
+        self.hub = WatchHub(self.fleet, self.cache.status)
+        self.servicer = RouterServicer(settings.instance_name, self.fleet, self.routing, self.hub)
+        context.server.add(
+            router_pb2_grpc.add_RouterServicer_to_server,
+            self.servicer,
+            access=Access.INNER,
+            while_draining=("Report",),
+            long_lived=("Watch", "Attach"),
+        )
+
+    async def started(self) -> None:
+        """Start the loops; the router is fit to decide at once, caches join when they are there."""
+        self.cache.start()
+        tasks = self._context.tasks
+        if self.cache.exact is not None:
+            tasks.spawn(self.cache.exact.watch(), name="redis-watch")
+        tasks.spawn(self._sweep(), name="fleet-sweep")
+        self._context.server.set_ready(True)
+
+    async def _sweep(self) -> None:
+        """Take out silent workers and old credit, and publish the gauges."""
+        interval = min(0.25, self.fleet.timeout_s / 4)
+        while True:
+            self.fleet.expire()
+            self.routing.credit.sweep()
+            for role, count in self.fleet.count_by_role().items():
+                metrics.gauge(names.ROUTER_WORKERS).labels(role).set(count)
+            if self.cache.near is not None:
+                metrics.gauge(names.CACHE_ENTRIES).labels("semantic").set(self.cache.near.entries)
+            await asyncio.sleep(interval)
+
+    async def drain(self, deadline: Deadline) -> None:
+        """Calls in flight take milliseconds; the streams end now, so that others take over."""
+        self.servicer.close()
+
+    async def close(self) -> None:
+        """End the embedder's thread and the connections to Redis."""
+        self.servicer.close()
+        await self.cache.close()
+
+
+async def build(context: ServiceContext[Any]) -> RouterService:
+    """For `kvmesh.rpc.run_service`."""
+    return RouterService(context)

@@ -1,0 +1,138 @@
+"""The guards' words, in lower case. All tables are keyed by `fold`, as the words of a text are."""
+
+from __future__ import annotations
+
+_UNITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+NUMBER_WORDS = {word: str(value) for value, word in enumerate(_UNITS.split())} | {
+    "seventeen": "17",
+    "eighteen": "18",
+    "nineteen": "19",
+    "twenty": "20",
+    "thirty": "30",
+    "forty": "40",
+    "fifty": "50",
+    "hundred": "100",
+    "thousand": "1000",
+    "million": "1000000",
+    "billion": "1000000000",
+    "twice": "2x",
+    "half": "1/2",
+    "double": "2x",
+    "triple": "3x",
+    "quarter": "1/4",
+    "dozen": "12",
+}
+
+_NEGATIONS = "no not never none nothing nobody nowhere neither nor without except excluding unless hardly barely"
+NEGATIONS = frozenset(_NEGATIONS.split())
+
+_PAIRS = """
+increase decrease; increase reduce; raise lower; raise reduce; up down; open close; start stop; start finish;
+start end; begin end; buy sell; love hate; like dislike; hot cold; warm cold; high low; higher lower; large small;
+big small; larger smaller; bigger smaller; biggest smallest; largest smallest; longest shortest; highest lowest;
+more less; most least; more fewer; maximum minimum; maximize minimize; max min; best worst; good bad; better worse;
+fast slow; faster slower; fastest slowest; early late; earlier later; first last; before after; over under;
+above below; within outside; inside outside; in out; on off; enable disable; allow deny; allow forbid; permit forbid;
+allow prevent; allow block; accept reject; accept refuse; include exclude; include omit; add remove; add delete;
+add subtract; create delete; create remove; install uninstall; connect disconnect; login logout; lock unlock;
+encrypt decrypt; compress decompress; encode decode; import export; upload download; push pull; send receive;
+read write; encourage discourage; agree disagree; win lose; gain lose; pass fail; succeed fail; success failure;
+true false; right wrong; correct incorrect; legal illegal; safe unsafe; safe dangerous; possible impossible;
+able unable; valid invalid; visible invisible; happy unhappy; happy sad; healthy unhealthy; old new; older newer;
+young old; oldest newest; oldest youngest; rich poor; strong weak; hard easy; hard soft; difficult easy;
+expensive cheap; heavy light; dark light; bright dark; wet dry; full empty; thick thin; wide narrow; deep shallow;
+long short; tall short; male female; man woman; boy girl; father mother; husband wife; brother sister; son daughter;
+king queen; he she; his her; him her; left right; north south; east west; northern southern; eastern western;
+day night; morning evening; summer winter; spring autumn; spring fall; ascending descending; forward backward;
+forwards backwards; vertical horizontal; row column; rows columns; public private; internal external; local remote;
+input output; client server; source destination; positive negative; advantage disadvantage; pros cons; benefit risk;
+benefit harm; cause effect; question answer; teacher student; doctor patient; buyer seller; lend borrow; arrive leave;
+arrive depart; enter exit; acid base; solid liquid; ancient modern; always sometimes; always rarely; often rarely;
+all some; all any; everyone someone; must may; should may; can must; what who; what when; what where; what why;
+what how; who when; who where; who why; who how; when where; when why; when how; where why; where how; why how;
+was will; did will; before during; during after; with from; to from; to by; for against; celsius fahrenheit;
+dollar euro; mile kilometer; pound kilogram; today tomorrow; today yesterday; tomorrow yesterday; active passive;
+my your; mine yours; is was; are were; am was; do did; does did; has had; is will; are will; gain loss; profit loss;
+income expense; debit credit; hire fire; attack defend; freeze melt; freeze boil; sink float
+"""
+
+
+# Groups that a question may swap without asking something else. Short on purpose.
+_GROUPS = """
+fix repair mend; buy purchase; begin start commence; end finish; make create build; big large; quick fast; quickly fast;
+show display; describe explain; picture image photo; kid child children; car automobile; film movie; folder directory;
+error failure; sick ill; method way approach; help assist; choose select pick; get obtain; learn study; select choose;
+difference distinction; city town; hire employ; answer reply; assistance help; error mistake; dollar usd; mum mother mom
+"""
+
+
+def _groups() -> dict[str, str]:
+    table: dict[str, str] = {}
+    for group in _GROUPS.replace("\n", " ").split(";"):
+        words = [_stem(word) for word in group.split()]
+        for word in words:
+            table.setdefault(word, table.get(words[0], words[0]))
+    return table
+
+
+def _stem(word: str) -> str:
+    """Without its commonest English endings; crude, but the same for every form of most words."""
+    if len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")):
+        word = word[:-3] + "y" if word.endswith("ies") and len(word) > 4 else word[:-1]
+    for ending in ("ing", "ed"):
+        if len(word) > len(ending) + 3 and word.endswith(ending):
+            word = word[: -len(ending)]
+            if len(word) > 3 and word[-1] == word[-2] and word[-1] not in "lsz":
+                word = word[:-1]
+            break
+    return word[:-1] if len(word) > 3 and word.endswith("e") else word
+
+
+_SYNONYMS = _groups()
+
+
+def fold(word: str) -> str:
+    """The common form of a word: its stem, or that of its group of synonyms."""
+    stem = _stem(word)
+    return _SYNONYMS.get(stem, stem)
+
+
+def _folded(words: str) -> frozenset[str]:
+    return frozenset(fold(word) for word in words.split())
+
+
+def _antonyms() -> dict[str, frozenset[str]]:
+    table: dict[str, set[str]] = {}
+    for pair in _PAIRS.replace("\n", " ").split(";"):
+        left, right = (fold(word) for word in pair.split())
+        table.setdefault(left, set()).add(right)
+        table.setdefault(right, set()).add(left)
+    return {word: frozenset(others) for word, others in table.items()}
+
+
+ANTONYMS = _antonyms()
+
+# Of two texts that each have one of these alone, one says "from" where the other says "to".
+PREPOSITIONS = _folded("from to by for with about into onto on in at of off through under over between")
+
+# Words whose presence or absence alone changes what is asked.
+PIVOTAL = _folded(
+    """
+    ascending descending before after since until during only first last next previous old new former current all any
+    every each both either maximum minimum max min most least best worst more less average median total optional
+    required mandatory legal illegal still yet anymore again instead against versus vs or if am pm daily weekly monthly
+    yearly always sometimes rarely often today tomorrow yesterday reverse inverse opposite
+    """
+)
+
+# Words that may come or go: articles, auxiliaries, politeness, the frame of a question.
+FILLERS = _folded(
+    """
+    a an the this that these those is are was were be been being do does did doing done have has had having will would
+    shall should can could may might must of to in on at for from by with about into as and it its i me my mine we us
+    our you your yours he she they them their his her what which who whom whose when where why how there here please
+    kindly hello hi hey thank thanks tell give let know say show explain describe want need like wish wonder wondering
+    question ask asking just so well really actually exactly briefly short brief get find out name called city country
+    mean means meaning way method help info information detail details someone one also too very then now ok okay
+    """
+)
