@@ -147,9 +147,9 @@ class Guard:
                 tracing.mark_failed(span, code[0])
             span.set_attribute(names.RPC_STATUS, code[0])
             span.end()
-            self._leave()
             metrics.counter(names.RPC_HANDLED).labels(self.name, code[0]).inc()
             metrics.histogram(names.RPC_DURATION).labels(self.name, code[0]).observe(time.perf_counter() - started)
+            self._leave()
 
     def _enter(self) -> None:
         self._in_flight.inc()

@@ -35,7 +35,8 @@ class Deadline:
 
     def remaining_ms(self) -> int:
         """Whole milliseconds left, rounded down so that a hop never gains time; 2**31 - 1 at most."""
-        return int(min(self.remaining() * 1000.0, 2**31 - 1))
+        # The nanosecond undoes float error: 600 ms must not read as 599.
+        return int(min(self.remaining() * 1000.0 + 1e-6, 2**31 - 1))
 
     def timeout(self, cap: float | None = None) -> float | None:
         """Seconds left for `asyncio.timeout` or a gRPC call, `cap` at most; None = no deadline at all."""

@@ -70,7 +70,9 @@ class RpcServer:
         self._ready = False
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
+        self._started = False
         self._stopped = False
+        self._signals: list[signal.Signals] = []
 
     # --- registration --------------------------------------------------------------------------------------------
 
@@ -139,6 +141,7 @@ class RpcServer:
             self.add_registered_method_handlers(name, handlers)
         self.address = self._advertised(self._bind())
         await self._server.start()
+        self._started = True
         self._publish_ready(False)
         log.info("listening on %s%s", self.address, " (TLS)" if self.settings.tls.serves_tls else "")
         return self.address
@@ -184,6 +187,22 @@ class RpcServer:
         """What SIGTERM does: the first call starts the drain, the second cuts it short."""
         (self._force if self._stop.is_set() else self._stop).set()
 
+    def handle_signals(self) -> None:
+        """Let SIGTERM and SIGINT call `request_stop` (until `close`); no effect outside the main thread."""
+        if self._signals:
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.request_stop)
+                self._signals.append(number)
+        except (NotImplementedError, RuntimeError, ValueError):
+            log.debug("signals are only handled in the main thread")
+
+    async def wait_stop(self) -> None:
+        """Wait until somebody wants the server to stop."""
+        await self._stop.wait()
+
     async def serve_until_signal(
         self, on_drain: OnDrain | None = None, *, tasks: BackgroundTasks | None = None
     ) -> BaseException | None:
@@ -191,14 +210,7 @@ class RpcServer:
 
         Returns that failure, or None after an ordinary stop.
         """
-        loop = asyncio.get_running_loop()
-        installed = []
-        for number in (signal.SIGTERM, signal.SIGINT):
-            try:
-                loop.add_signal_handler(number, self.request_stop)
-                installed.append(number)
-            except (NotImplementedError, RuntimeError, ValueError):
-                log.debug("no signal handler outside the main thread")
+        self.handle_signals()
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         failed = asyncio.create_task(tasks.wait_failed(), name="failed") if tasks is not None else None
         try:
@@ -209,8 +221,6 @@ class RpcServer:
         finally:
             await cancel_and_wait(stop, failed)
             await self.close()
-            for number in installed:
-                loop.remove_signal_handler(number)
 
     async def drain(self, on_drain: OnDrain | None = None) -> None:
         """Readiness off, new work refused, work in flight finished within `drain_timeout_s`, then closed.
@@ -244,13 +254,16 @@ class RpcServer:
         if self._stopped:
             return
         self._stopped = True
+        for number in self._signals:
+            asyncio.get_running_loop().remove_signal_handler(number)
+        self._signals.clear()
         self._state.draining = True
         self._publish_ready(False)
         self.health.close()
         # A moment for the last answers and the end of the health watches to leave the process.
         await self._server.stop(0.1)
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await self._server.wait_for_termination()
+        if self._started and await self._server.wait_for_termination(CLOSE_TIMEOUT_S):
+            log.warning("the server did not end within %g s", CLOSE_TIMEOUT_S)
 
     async def __aenter__(self) -> RpcServer:
         await self.start()

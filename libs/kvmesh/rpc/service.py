@@ -17,7 +17,7 @@ from kvmesh.errors import KvmeshError
 from kvmesh.rpc.auth import MeshAuth
 from kvmesh.rpc.limits import Deadline
 from kvmesh.rpc.server import RpcServer
-from kvmesh.rpc.tasks import BackgroundTasks
+from kvmesh.rpc.tasks import BackgroundTasks, cancel_and_wait
 from kvmesh.telemetry import metrics, names, setup_logs, tracing
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,26 @@ def write_ready_file(path: Path, info: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
+async def _start(context: ServiceContext[S], build: Build[S], started: list[Service]) -> None:
+    settings = context.settings
+    service = await build(context)
+    started.append(service)
+    address = await context.server.start()
+    await service.started()
+    if settings.ready_file is None:
+        return
+    info = {
+        "service": settings.service,
+        "instance": settings.instance_name,
+        "pid": os.getpid(),
+        "address": address,
+        "metrics": context.metrics_address,
+        "version": __version__,
+    }
+    write_ready_file(settings.ready_file, info | context.ready_info)
+    log.info("up; addresses are in %s", settings.ready_file)
+
+
 async def serve(settings: S, build: Build[S]) -> int:
     """Run a service until it is told to stop; returns its exit status (0 after an ordinary stop, else 1).
 
@@ -67,8 +87,8 @@ async def serve(settings: S, build: Build[S]) -> int:
     at the end.
     """
     exporter = None
-    wrote: Path | None = None
-    service: Service | None = None
+    started: list[Service] = []
+    failure: BaseException | None = None
     try:
         exporter = metrics.start_http(settings.metrics_listen)
         metrics.gauge(names.BUILD_INFO).labels(settings.service, settings.instance_name, __version__).set(1)
@@ -76,25 +96,21 @@ async def serve(settings: S, build: Build[S]) -> int:
         server = RpcServer(settings, auth=auth)
         async with BackgroundTasks() as tasks:
             context = ServiceContext(settings, server, auth, tasks, exporter.address if exporter else "")
+            # From here on: a signal during a long start (a model loads) must end the process in good order too.
+            server.handle_signals()
+            start = asyncio.create_task(_start(context, build, started), name="start")
+            stop = asyncio.create_task(server.wait_stop(), name="stop")
             try:
-                service = await build(context)
-                address = await server.start()
-                await service.started()
-                if settings.ready_file is not None:
-                    info = {
-                        "service": settings.service,
-                        "instance": settings.instance_name,
-                        "pid": os.getpid(),
-                        "address": address,
-                        "metrics": context.metrics_address,
-                        "version": __version__,
-                    }
-                    write_ready_file(settings.ready_file, info | context.ready_info)
-                    wrote = settings.ready_file
-                failure = await server.serve_until_signal(service.drain, tasks=tasks)
+                await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
+                if start.done():
+                    await start
+                    failure = await server.serve_until_signal(started[0].drain, tasks=tasks)
+                else:
+                    log.info("told to stop while starting")
             finally:
+                await cancel_and_wait(start, stop)
                 await server.close()
-                if service is not None:
+                for service in started:
                     await service.close()
         if failure is not None:
             log.error("stopped: a background task failed: %s", failure)
@@ -106,8 +122,8 @@ async def serve(settings: S, build: Build[S]) -> int:
         log.error("cannot run: %s", exc)
         return 1
     finally:
-        if wrote is not None:
-            wrote.unlink(missing_ok=True)
+        if settings.ready_file is not None:
+            settings.ready_file.unlink(missing_ok=True)
         if exporter is not None:
             exporter.close()
 

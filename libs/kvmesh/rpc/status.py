@@ -19,9 +19,10 @@ from kvmesh.errors import KvmeshError
 
 DOMAIN = "kvmesh.dev"
 DETAILS_KEY = "grpc-status-details-bin"
-MAX_MESSAGE_BYTES = 1024
-MAX_DETAILS = 16
-MAX_DETAIL_BYTES = 256
+# Together below 8 KiB after base64 and percent-encoding: the metadata limit that foreign clients have by default.
+MAX_MESSAGE_BYTES = 512
+MAX_DETAILS = 8
+MAX_DETAIL_BYTES = 128
 DEFAULT_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 3600.0
 

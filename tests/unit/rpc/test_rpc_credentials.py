@@ -1,0 +1,128 @@
+"""API keys: look-up, policy, reload, and files that are broken."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from kvmesh import errors
+from kvmesh.rpc import Credentials, hash_key, new_key
+
+
+def toml(*keys: tuple[str, str], extra: str = "") -> str:
+    lines = [f'[[keys]]\nsha256 = "{hash_key(key)}"\ntenant = "{tenant}"\n' for key, tenant in keys]
+    return "\n".join(lines) + extra
+
+
+def test_keys_are_long_and_differ() -> None:
+    keys = {new_key() for _ in range(100)}
+    assert len(keys) == 100
+    assert all(key.startswith("kvm-") and len(key) > 40 for key in keys)
+
+
+def test_without_a_file_everybody_is_local() -> None:
+    store = Credentials(None)
+    assert store.open
+    for header in (None, "", "Bearer whatever"):
+        principal = store.from_authorization(header)
+        assert (principal.tenant, principal.policy.cache) == ("local", "semantic")
+
+
+def test_lookup_gives_tenant_and_policy(tmp_path: Path) -> None:
+    acme, other = new_key(), new_key()
+    path = tmp_path / "keys.toml"
+    policy = '\n[tenants.acme]\ncache = "exact"\ntau = 0.9\nmodels = ["m"]\nmax_tokens = 5\nmax_concurrent = 2\n'
+    path.write_text(toml((acme, "acme"), (other, "other"), extra=policy))
+    store = Credentials(path)
+    found = store.from_authorization(f"bearer  {acme} ")
+    assert (found.tenant, found.policy.cache, found.policy.tau) == ("acme", "exact", 0.9)
+    assert (found.policy.max_tokens, found.policy.max_concurrent) == (5, 2)
+    found.policy.check_model("m")
+    with pytest.raises(errors.PermissionDenied):
+        found.policy.check_model("n")
+    plain = store.from_authorization(f"Bearer {other}")
+    assert plain.tenant == "other"
+    assert plain.policy.allows("anything")
+
+
+@pytest.mark.parametrize("make", [
+    lambda key: None,
+    lambda key: "",
+    lambda key: key,
+    lambda key: f"Basic {key}",
+    lambda key: f"Bearer {key}x",
+    lambda key: f"Bearer {key[:-1]}",
+    lambda key: f"Bearer {hash_key(key)}",
+    lambda key: "Bearer " + "x" * 10_000,
+    lambda key: "Bearer \ud800",
+])  # fmt: skip
+def test_everything_else_is_unauthenticated_with_one_message(tmp_path: Path, make) -> None:
+    key = new_key()
+    path = tmp_path / "keys.toml"
+    path.write_text(toml((key, "acme")))
+    with pytest.raises(errors.Unauthenticated) as got:
+        Credentials(path).from_authorization(make(key))
+    assert got.value.message == "a valid API key is needed: authorization: Bearer <key>"
+
+
+def test_json_and_expiry(tmp_path: Path) -> None:
+    live, dead = new_key(), new_key()
+    path = tmp_path / "keys.json"
+    keys = [
+        {"sha256": hash_key(live), "tenant": "a", "name": "ci", "expires": "2999-01-01T00:00:00Z"},
+        {"sha256": hash_key(dead), "tenant": "a", "expires": "2001-01-01T00:00:00"},
+    ]
+    path.write_text(json.dumps({"keys": keys}))
+    store = Credentials(path)
+    assert store.lookup(live).key_name == "ci"
+    with pytest.raises(errors.Unauthenticated):
+        store.lookup(dead)
+
+
+def test_a_new_file_is_taken_and_a_broken_one_is_not(tmp_path: Path, caplog) -> None:
+    first, second = new_key(), new_key()
+    path = tmp_path / "keys.toml"
+    path.write_text(toml((first, "one")))
+    store = Credentials(path, interval_s=0.0)
+    assert store.lookup(first).tenant == "one"
+
+    path.write_text(toml((second, "two")))
+    assert store.lookup(second).tenant == "two"
+    with pytest.raises(errors.Unauthenticated):
+        store.lookup(first)
+
+    with caplog.at_level(logging.ERROR):
+        path.write_text(f'keys = [ "{first}" ')
+        for _ in range(3):
+            assert store.lookup(second).tenant == "two"
+        path.unlink()
+        for _ in range(3):
+            assert store.lookup(second).tenant == "two"
+    assert len(caplog.records) == 2
+    assert first not in caplog.text
+
+    path.write_text(toml((first, "three")))
+    assert store.lookup(first).tenant == "three"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "keys = 3",
+        '[[keys]]\nsha256 = "abc"\ntenant = "a"\n',
+        '[[keys]]\nsha256 = "' + "0" * 64 + '"\ntenant = "../a"\n',
+        '[[keys]]\nsha256 = "' + "0" * 64 + '"\ntenant = "a"\ntypo = 1\n',
+        toml(("k", "a"), ("k", "b")),
+        '[tenants.a]\ncache = "always"\n',
+        "[tenants.a]\ntau = 1.5\n",
+    ],
+)
+def test_a_broken_first_file_stops_the_start(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(content)
+    with pytest.raises(ValueError):  # noqa: PT011
+        Credentials(path)
+    with pytest.raises(OSError):  # noqa: PT011
+        Credentials(tmp_path / "nowhere.toml")
