@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvmesh.engine.runner import SamplingParams, TokenLogprobs
@@ -97,7 +97,7 @@ class Tokens:
 
     first_position: output index of token_ids[0] in this choice, healed tokens counted. token_ids may be empty when only
     the end is told (a healed request that was already complete). logprobs: empty, or one per token if asked for.
-    stop_token_id: the stop or end token, where one ended the choice; it is the last of token_ids and no part of the text.
+    stop_token_id: the stop or end token, where one ended the choice; it is the last of token_ids, no part of the text.
     cumulative_logprob: with finish_reason, if asked for: sum over the tokens sampled here.
     """
 
@@ -157,8 +157,9 @@ class LoadSnapshot:
 
     running: choices in the batch. waiting: requests accepted and not admitted, and preempted choices. transferring:
     requests whose pages are allocated and wait for the service (REMOTE not ready, PREFILL_ONLY not started or held).
-    queued_tokens: prompt tokens still to be computed, waiting and running. inflight_tokens: tokens held in KV by running
-    sequences. free_pages includes what the prefix cache would give up. stalled: work to do and no progress for a while.
+    queued_tokens: tokens still to be computed for prompts, waiting and running. inflight_tokens: tokens held in KV by
+    running sequences. free_pages includes what the prefix cache would give up. free_slots: choices that could still
+    enter the batch. stalled: work to do and no progress for a while.
     """
 
     free_pages: int
@@ -169,9 +170,15 @@ class LoadSnapshot:
     queued_tokens: int
     inflight_tokens: int
     step: int
-    stalled: bool
-    accepting: bool
-    max_queue: int
+    stalled: bool = False
+    accepting: bool = True
+    free_slots: int = 0
+
+    def with_now(self, pending: int, stalled: bool, accepting: bool) -> LoadSnapshot:
+        """The same with `pending` more waiting requests and what is known only at this moment."""
+        if not pending and stalled == self.stalled and accepting == self.accepting:
+            return self
+        return replace(self, waiting=self.waiting + pending, stalled=stalled, accepting=accepting)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,20 @@
+"""A step in which some sequences failed and the others are fine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvmesh.engine.runner import StepResult
+from kvmesh.errors import DataLoss
+
+
+class SequencesFailed(DataLoss):
+    """Raised by a runner's `execute`: the step was run to its end, these sequences' results are worthless.
+
+    result: the other slices' results, in the order of the batch.
+    """
+
+    def __init__(self, message: str, seq_ids: Iterable[int], result: StepResult) -> None:
+        super().__init__(message)
+        self.seq_ids = frozenset(seq_ids)
+        self.result = result

@@ -1,0 +1,100 @@
+"""Step records: tells the sidecar, before a step, which pages leave as its layers are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvmesh.engine.events import Mode, RequestKey
+from kvmesh.engine.scheduler import Planned
+from kvmesh.errors import InvalidArgument
+from kvmesh.kv.ring import Doorbell, StepEntry, StepRecord, StepRing
+
+_POLL_S = 0.001
+
+
+class StepRecords:
+    """Publishes into the ring and keeps the doorbell's count honest after a failed step.
+
+    A record names doorbell values that a failed step never reached, but that later steps will reach: a sidecar would
+    then send pages that were not computed. So after such a failure no step may run until every transfer of the record
+    was released (nothing of it in flight, the sidecar has dropped it); the count is then brought to the record's end.
+    """
+
+    def __init__(
+        self,
+        ring: StepRing,
+        doorbell: Doorbell,
+        notify: Callable[[], None],
+        num_layers: int,
+        page_size: int,
+        wait_s: float,
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._ring = ring
+        self._doorbell = doorbell
+        self._notify = notify
+        self._num_layers = num_layers
+        self._page_size = page_size
+        self._polls = max(1, round(wait_s / _POLL_S))
+        self._sleep = sleep
+        self._published: tuple[RequestKey, ...] = ()
+        self._target = 0
+        self._blocking: set[RequestKey] = set()
+
+    @property
+    def blocked(self) -> bool:
+        """No step may run now."""
+        return bool(self._blocking)
+
+    def publish(self, plan: Iterable[Planned]) -> bool:
+        """Record the pages that the planned step completes. False: the ring stayed full; nothing was recorded.
+
+        A page counts as complete when the step fills it, the last one when the step computes the last token.
+        """
+        entries: list[StepEntry] = []
+        advances = []
+        for choice, num_tokens, _ in plan:
+            if choice.request.options.mode is not Mode.PREFILL_ONLY:
+                continue
+            end = choice.computed + num_tokens
+            whole = end == choice.tokens.size
+            upto = -(-end // self._page_size) if whole else end // self._page_size
+            if upto > choice.sent:
+                entries.append(StepEntry(choice.transfer_id, choice.sent - choice.transfer_base, upto - choice.sent))
+                advances.append((choice, upto))
+        self._published = ()
+        if not entries:
+            return True
+        first = self._doorbell.value + 1
+        if not self._try_publish(StepRecord(first, self._num_layers, tuple(entries))):
+            return False
+        self._target = first + self._num_layers - 1
+        for choice, upto in advances:
+            choice.sent = upto
+        self._published = tuple(choice.request.key for choice, _ in advances)
+        self._notify()
+        return True
+
+    def step_failed(self) -> None:
+        """The step of the last `publish` did not run to its end."""
+        if self._published:
+            self._blocking = set(self._published)
+
+    def released(self, key: RequestKey) -> None:
+        """The service released this key: the sidecar serves no record of it any more."""
+        if key not in self._blocking:
+            return
+        self._blocking.discard(key)
+        if not self._blocking:
+            while self._doorbell.value < self._target:
+                self._doorbell.ring()
+
+    def _try_publish(self, record: StepRecord) -> bool:
+        try:
+            for _ in range(self._polls):
+                if self._ring.publish(record):
+                    return True
+                self._sleep(_POLL_S)
+            return self._ring.publish(record)
+        except InvalidArgument:
+            return False  # more entries than the ring can ever hold
