@@ -205,7 +205,7 @@ class GatewayStream:
             raise self._error
 
     async def _write(self, write: Write, frame: pb.FramesResponse) -> None:
-        """One write under the timeout; closing with an error cuts it short, so that a stalled reader holds nobody up."""
+        """One write under the timeout; closing with an error cuts it short: a stalled reader holds nobody up."""
         writing = asyncio.ensure_future(write(frame))
         try:
             await asyncio.wait(
@@ -217,7 +217,7 @@ class GatewayStream:
                 raise self._error
             else:
                 raise Unavailable(
-                    f"a frame stayed unread for {self._limits.write_timeout_s:g} s; the gateway's sequences are aborted",
+                    f"a frame stayed unread for {self._limits.write_timeout_s:g} s",
                     details={"gateway_id": self.gateway_id},
                 )
         finally:

@@ -1,0 +1,284 @@
+"""A worker process from settings to serving, and back in order.
+
+Up: server bound (NOT_SERVING) → model loaded → KV memory → core → sidecar → routers → ready.
+Down: not accepting → running work finished, or ended with one terminal each → frames flushed → streams, sidecar, core,
+memory closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from typing import TYPE_CHECKING
+
+from kvmesh.config import WorkerSettings
+from kvmesh.engine.core import EngineConfig, EngineCore
+from kvmesh.engine.events import StepDone
+from kvmesh.engine.runner import Runner
+from kvmesh.engine.worker.attach import CacheRelay, RouterLinks
+from kvmesh.engine.worker.channels import PrefillChannels
+from kvmesh.engine.worker.context import Identity, WorkerContext
+from kvmesh.engine.worker.convert import load_proto
+from kvmesh.engine.worker.decode import DecodeService
+from kvmesh.engine.worker.engine_service import EngineService, worker_info
+from kvmesh.engine.worker.frames import FrameLimits, FramesHub, GatewayStream
+from kvmesh.engine.worker.loading import in_thread, load_runner
+from kvmesh.engine.worker.memory import KvMemory, size_layout
+from kvmesh.engine.worker.meters import Meters
+from kvmesh.engine.worker.prefill import PrefillService
+from kvmesh.engine.worker.pump import EventPump
+from kvmesh.engine.worker.requests import DecodeRequests
+from kvmesh.engine.worker.state import WorkerStatus, services_of
+from kvmesh.engine.worker.steps import StepHook, no_hook
+from kvmesh.errors import Cancelled, KvmeshError, Unavailable
+from kvmesh.kv.hashing import base_seed
+from kvmesh.loading.tokenizer import load_tokenizer
+from kvmesh.proto.v1 import engine_pb2_grpc
+from kvmesh.rpc.channel import MeshChannel, open_inner_channel
+from kvmesh.rpc.guard import Access
+from kvmesh.rpc.limits import Deadline
+from kvmesh.rpc.service import ServiceContext
+from kvmesh.transfer.link import SidecarLink
+
+if TYPE_CHECKING:
+    from kvmesh.proto.v1 import engine_pb2
+
+log = logging.getLogger(__name__)
+
+HOUSEKEEPING_S = 1.0
+# After the drain timeout: for terminals of what was aborted, and for pages that drain.
+ABORT_S = 2.0
+FLUSH_S = 2.0
+STOP_S = 5.0
+
+
+class Worker:
+    """One engine with its faces. `build` makes it; `kvmesh.rpc.service` runs it."""
+
+    def __init__(self, service: ServiceContext[WorkerSettings], *, at_step: StepHook = no_hook) -> None:
+        self.service = service
+        self.settings = service.settings
+        self.incarnation = secrets.randbits(64) or 1
+        self.status = WorkerStatus(self.settings.role, needs_sidecar=self.settings.sidecar_socket is not None)
+        self.requests = DecodeRequests(on_seen=self._on_seen)
+        self.decode = DecodeService(self.status, self.requests)
+        self.prefill = PrefillService(self.status)
+        self.engine = EngineService(self.status, lambda: service.server.address, self.finish_work)
+        self.ctx: WorkerContext | None = None
+        self.routers: RouterLinks | None = None
+        self._at_step = at_step
+        self._runner: Runner | None = None
+        self._memory: KvMemory | None = None
+        self._closed = False
+        self._register()
+
+    def _register(self) -> None:
+        server, served = self.service.server, services_of(self.settings.role)
+        server.add(
+            engine_pb2_grpc.add_EngineServicer_to_server,
+            self.engine,
+            access=Access.INNER,
+            while_draining=("Describe", "GetLoad", "Drain"),
+            long_lived=("Drain",),
+        )
+        if self.settings.role != "prefill":
+            server.add(
+                engine_pb2_grpc.add_DecodeServicer_to_server,
+                self.decode,
+                access=Access.INNER,
+                while_draining=("Abort",),
+                long_lived=("Frames",),
+            )
+        if self.settings.role != "decode":
+            server.add(engine_pb2_grpc.add_PrefillServicer_to_server, self.prefill, access=Access.INNER)
+        self.status.listen(lambda: [server.set_ready(self.status.ready(name), name) for name in served])
+
+    # -- up
+
+    async def started(self) -> None:
+        """Load, connect, serve. Raises what makes the worker useless: no model, no memory."""
+        settings = self.settings
+        self._runner = runner = await load_runner(settings)
+        layout = size_layout(runner, settings)
+        self._memory = memory = KvMemory.create(layout, settings.max_batch)
+        runner.bind(layout, memory.views(), memory.doorbell)
+        identity = self._identity(runner, memory)
+        loop = asyncio.get_running_loop()
+        pump = EventPump(loop)
+        self.routers = RouterLinks(
+            settings.routers, info=self._info, load=self._load, open_channel=self._channel,
+            interval_s=settings.report_interval_s,
+        )  # fmt: skip
+        link = self._link(identity, memory)
+        core = EngineCore(
+            runner,
+            layout,
+            EngineConfig(
+                max_model_len=identity.max_model_len,
+                max_batch=settings.max_batch,
+                token_budget=settings.token_budget,
+                chunk_size=settings.chunk_size,
+                max_queue=settings.max_queue,
+                look_ahead=settings.look_ahead,
+                prefix_cache=settings.prefix_cache,
+                stall_timeout_s=settings.stall_timeout_s,
+            ),
+            pump,
+            doorbell=memory.doorbell,
+            ring=memory.ring,
+            notify=link.notify_ring if link is not None else None,
+            on_stall=lambda stalled: self._from_thread(loop, stalled),
+            on_cache_event=CacheRelay(loop, self.routers.on_cache_event),
+        )
+        self.ctx = ctx = WorkerContext(
+            settings=settings,
+            identity=identity,
+            core=core,
+            pump=pump,
+            tasks=self.service.tasks,
+            channels=PrefillChannels(self._channel, self.service.tasks),
+            meters=Meters(identity.served_name, lambda: core.counters),
+            link=link,
+            at_step=self._at_step,
+        )
+        pump.on_load(ctx.meters)
+        self.decode.hub = FramesHub(
+            incarnation=self.incarnation,
+            limits=FrameLimits(
+                settings.heartbeat_s, settings.write_timeout_s, min(4 << 20, settings.max_message_bytes // 2)
+            ),
+            load=self._load,
+            on_end=self._on_stream_end,
+        )
+        self.engine.ctx = self.decode.ctx = self.prefill.ctx = ctx
+        core.start()
+        self.service.tasks.spawn(self._housekeeping(), name="housekeeping")
+        self.service.tasks.spawn(self.routers.run(), name="routers")
+        self.status.listen(self.routers.on_change)
+        if link is not None:
+            link.start()
+        self.status.update(loaded=True)
+        self.service.ready_info.update(
+            worker_id=identity.worker_id, incarnation=self.incarnation, role=settings.role, model=identity.served_name
+        )
+        log.info(
+            "%s serves %s: %d pages of %d tokens, context %d",
+            identity.worker_id, identity.served_name, layout.num_pages, layout.page_size, identity.max_model_len,
+        )  # fmt: skip
+
+    def _identity(self, runner: Runner, memory: KvMemory) -> Identity:
+        settings, info = self.settings, runner.info
+        spec = "scripted" if settings.runner == "scripted" else settings.model
+        return Identity(
+            worker_id=settings.instance or f"{socket.gethostname()}-{settings.role}",
+            incarnation=self.incarnation,
+            served_name=settings.served_name or info.name,
+            info=info,
+            layout=memory.layout,
+            base_seed=base_seed(info.name, info.revision, memory.layout.dtype, {"seed": str(settings.seed)}),
+            max_model_len=min(settings.max_model_len or info.max_model_len, info.max_model_len),
+            tokenizer_fingerprint=load_tokenizer(spec).fingerprint,
+        )
+
+    def _link(self, identity: Identity, memory: KvMemory) -> SidecarLink | None:
+        if self.settings.sidecar_socket is None:
+            return None
+        return SidecarLink(
+            self.settings.sidecar_socket,
+            engine_id=identity.worker_id,
+            incarnation=identity.incarnation,
+            layout=memory.layout,
+            regions=memory.regions,
+            doorbell=memory.doorbell_region,
+            ring=memory.ring_region,
+            on_connected=lambda client: self.status.update(sidecar_up=True),
+            on_lost=lambda: self.status.update(sidecar_up=False),
+        )
+
+    def _channel(self, address: str) -> MeshChannel:
+        return open_inner_channel(address, self.settings, self.service.auth.token)
+
+    def _from_thread(self, loop: asyncio.AbstractEventLoop, stalled: bool) -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(lambda: self.status.update(stalled=stalled))
+
+    # -- meanwhile
+
+    def _info(self) -> engine_pb2.WorkerInfo:
+        assert self.ctx is not None
+        return worker_info(self.ctx, self.status, self.service.server.address)
+
+    def _load(self) -> engine_pb2.WorkerLoad:
+        assert self.ctx is not None
+        return load_proto(self.ctx.core.load())
+
+    def _on_seen(self, request_id: str) -> None:
+        if self.routers is not None:
+            self.routers.on_seen(request_id)
+
+    def _on_stream_end(self, stream: GatewayStream, why: KvmeshError) -> None:
+        ended = self.requests.abort_stream(stream, why)
+        if ended:
+            log.warning("frames of gateway %s ended (%s): %d request(s) aborted", stream.gateway_id, why.message, ended)
+
+    async def _housekeeping(self) -> None:
+        assert self.ctx is not None
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            self.requests.end_overdue()
+            self.ctx.meters.on_step(StepDone(self.ctx.core.load()))
+
+    # -- down
+
+    async def finish_work(self, deadline: Deadline) -> None:
+        """Accept nothing more; let what runs finish by the deadline, end the rest with one terminal each."""
+        self.status.update(draining=True)
+        ctx = self.ctx
+        if ctx is None:
+            return
+        ctx.core.drain()
+        if not await self.requests.wait_idle(deadline.timeout()):
+            error = Unavailable("the worker is stopping")
+            log.warning("drain timeout: %d request(s) are ended", len(self.requests))
+            for request in self.requests.all():
+                request.abort(error)
+            if not await self.requests.wait_idle(ABORT_S):
+                for request in self.requests.all():
+                    request.finish(error, None)
+        runs = set(ctx.cleanups)
+        if runs:
+            await asyncio.wait(runs, timeout=ABORT_S)
+
+    async def drain(self, deadline: Deadline) -> None:
+        """SIGTERM: finish the work, then end the Frames streams with everything written."""
+        margin = min(ABORT_S + FLUSH_S, deadline.remaining() / 2)
+        await self.finish_work(Deadline.after(deadline.remaining() - margin))
+        if self.decode.hub is not None:
+            await self.decode.hub.close(FLUSH_S)
+
+    async def close(self) -> None:
+        """Release everything, in the order in which nothing uses what is gone. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.routers is not None:
+            await self.routers.close()
+        ctx = self.ctx
+        if ctx is not None:
+            ctx.core.abort_all(Cancelled("the worker has stopped"))
+            if ctx.link is not None:
+                await ctx.link.close()
+            await ctx.channels.close()
+            await in_thread(lambda: ctx.core.stop(STOP_S), name="core-stop")
+        if self._runner is not None:
+            self._runner.close()
+        if self._memory is not None:
+            self._memory.close()
+
+
+async def build(service: ServiceContext[WorkerSettings]) -> Worker:
+    """For `kvmesh.rpc.service.run_service`."""
+    return Worker(service)

@@ -1,0 +1,93 @@
+"""From settings to a runner: the real model in a thread with its progress told, or the scripted one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from kvmesh.config import WorkerSettings
+from kvmesh.engine.runner import Runner
+from kvmesh.telemetry import metrics, names
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LOG_EVERY_S = 1.0
+
+
+def compute_threads(settings: WorkerSettings) -> int:
+    """Threads of a step: the setting, else what the environment gives OpenMP, else the CPUs this process may use."""
+    environment = os.environ.get("OMP_NUM_THREADS", "")
+    return settings.threads or (int(environment) if environment.isdigit() else 0) or len(os.sched_getaffinity(0))
+
+
+async def load_runner(settings: WorkerSettings) -> Runner:
+    """Load what `settings.runner` says. KvmeshError as the loaders raise it."""
+    if settings.runner == "scripted":
+        from kvmesh.engine.worker.scripted import scripted_runner
+
+        return scripted_runner(settings)
+    return await in_thread(lambda: _load_torch(settings), name="model-load")
+
+
+def _load_torch(settings: WorkerSettings) -> Runner:
+    # Imported here: a scripted worker has no torch, and the import alone takes a second.
+    from kvmesh.engine.torch_runner import TorchRunner
+
+    threads = compute_threads(settings)
+    log.info("loading %s (%s, %d threads)", settings.model, settings.dtype, threads)
+    progress = LoadProgress(settings.model)
+    started = time.monotonic()
+    runner = TorchRunner.load(settings.model, dtype=settings.dtype, threads=threads, progress=progress)
+    log.info("loaded %s in %.1f s", runner.info.name, time.monotonic() - started)
+    return runner
+
+
+class LoadProgress:
+    """progress(done, total) in stored bytes: a gauge, and a log line now and then."""
+
+    def __init__(self, model: str) -> None:
+        # A path would be a poor label.
+        self._gauge = metrics.gauge(names.MODEL_LOAD_PROGRESS).labels(Path(model).name)
+        self._next = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        self._gauge.set(done / total if total else 1.0)
+        now = time.monotonic()
+        if now >= self._next or done >= total:
+            self._next = now + LOG_EVERY_S
+            log.info("loading: %.0f %% (%.0f of %.0f MB)", 100 * done / max(1, total), done / 1e6, total / 1e6)
+
+
+async def in_thread(work: Callable[[], T], *, name: str) -> T:
+    """Run blocking work in a daemon thread: unlike an executor's, it does not hold the process's end up."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if result.done():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = work()
+        except BaseException as exc:
+            error = exc
+        try:
+            loop.call_soon_threadsafe(settle, value, error)
+        except RuntimeError:
+            log.debug("%s ended after the loop was closed", name)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await result

@@ -1,0 +1,1 @@
+"""The prefill worker as a process."""
