@@ -1,0 +1,1 @@
+"""The gateway: the public face of the mesh."""

@@ -1,0 +1,136 @@
+"""The gateway process: builds its parts from the settings and ties them to the life of the server."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+from kvmesh.config import GatewaySettings
+from kvmesh.proto.v1 import inference_pb2_grpc
+from kvmesh.rpc.channel import MeshChannel, open_inner_channel
+from kvmesh.rpc.credentials import Credentials
+from kvmesh.rpc.guard import Access
+from kvmesh.rpc.limits import Deadline
+from kvmesh.rpc.service import ServiceContext
+
+from services.gateway import static
+from services.gateway.fairqueue import FairQueue
+from services.gateway.fleet import Fleet
+from services.gateway.link import WorkerLink
+from services.gateway.placement import Placer
+from services.gateway.prepare import Preparer, Rules
+from services.gateway.registry import Registry
+from services.gateway.request import RequestSettings
+from services.gateway.routers import Routers
+from services.gateway.service import InferenceServicer
+from services.gateway.tokenizers import TokenizerStore
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "kvmesh.v1.Inference"
+
+
+class Gateway:
+    """All parts of one gateway process; `kvmesh.rpc.service.Service` to the outside."""
+
+    def __init__(self, context: ServiceContext[GatewaySettings]) -> None:
+        settings = context.settings
+        self._context = context
+        self._settings = settings
+        self.gateway_id = f"gw-{uuid.uuid4().hex}"
+        silence_s = settings.heartbeat_s * settings.heartbeats_missed
+        self.queue = FairQueue(settings.max_waiting_requests)
+        self.fleet = Fleet(
+            gateway_id=self.gateway_id,
+            open_channel=self._open_channel,
+            tasks=context.tasks,
+            silence_s=silence_s,
+            on_load=self._on_load,
+            on_change=self._on_change,
+        )
+        self.routers = Routers(
+            settings.routers,
+            open_channel=self._open_channel,
+            tasks=context.tasks,
+            route_timeout_s=settings.route_timeout_ms / 1e3,
+            silence_s=silence_s,
+        )
+        self.tokenizers = TokenizerStore(settings.model)
+        self.registry = Registry(settings.max_concurrent_requests)
+        self.placer = Placer(
+            fleet=self.fleet,
+            routers=self.routers,
+            queue=self.queue,
+            submit_timeout_s=settings.submit_timeout_s,
+            max_attempts=settings.max_attempts,
+        )
+        rules = Rules(
+            ttft_limit_s=settings.ttft_limit_s,
+            total_limit_s=settings.total_limit_s,
+            max_prompt_bytes=settings.max_prompt_bytes,
+            max_prompt_tokens=settings.max_prompt_tokens,
+            max_choices=settings.max_choices,
+        )
+        servicer = InferenceServicer(
+            credentials=Credentials(settings.credentials_file),
+            preparer=Preparer(self.fleet, self.tokenizers, rules),
+            rules=rules,
+            request_settings=RequestSettings(
+                first_metadata_s=settings.first_metadata_s,
+                buffer_tokens=settings.request_buffer_tokens,
+                buffer_bytes=settings.request_buffer_bytes,
+                max_attempts=settings.max_attempts,
+            ),
+            registry=self.registry,
+            placer=self.placer,
+            routers=self.routers,
+            fleet=self.fleet,
+        )
+        context.server.add(
+            inference_pb2_grpc.add_InferenceServicer_to_server,
+            servicer,
+            access=Access.PUBLIC,
+            while_draining=["Abort"],
+        )
+
+    def _open_channel(self, address: str) -> MeshChannel:
+        return open_inner_channel(address, self._settings, self._context.auth.token)
+
+    def _on_load(self, link: WorkerLink) -> None:
+        if len(self.queue):
+            self.queue.offer(link)
+
+    def _on_change(self) -> None:
+        self._context.server.set_ready(self.fleet.ready, SERVICE_NAME)
+        if len(self.queue):
+            for link in self.fleet.links():
+                self.queue.offer(link)
+
+    async def started(self) -> None:
+        """Load the tokenizer, then follow the fleet; readiness follows the workers."""
+        await self.tokenizers.preload()
+        self.routers.watch(self.fleet)
+        if self._settings.workers:
+            self._context.tasks.spawn(
+                static.poll(
+                    self._settings.workers,
+                    self.fleet,
+                    open_channel=self._open_channel,
+                    routers_seen=lambda: self.routers.seen,
+                ),
+                name="static-workers",
+            )
+
+    async def drain(self, deadline: Deadline) -> None:
+        """Running requests finish by themselves; the server waits for them."""
+        log.info("%d request(s) running, %d waiting", len(self.registry), len(self.queue))
+
+    async def close(self) -> None:
+        """Close the links to workers and routers."""
+        self.fleet.close()
+        await self.routers.close()
+
+
+async def build(context: ServiceContext[GatewaySettings]) -> Gateway:
+    """Build the gateway and register its service."""
+    return Gateway(context)

@@ -1,0 +1,113 @@
+"""What a worker sends for one attempt of one request, between the demultiplexer (which never waits) and the client.
+
+The buffer is bounded: a client that reads too slowly costs its own request and nobody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from kvmesh.errors import Internal, KvmeshError, Overloaded
+from kvmesh.proto.v1 import engine_pb2
+from kvmesh.rpc.status import from_frame
+
+Item = engine_pb2.SequenceDelta | engine_pb2.PromptLogprobs | engine_pb2.WorkerFinished
+
+TOKEN_BYTES = 4
+
+
+class SlowReader(Overloaded):
+    """The client did not take its tokens in time."""
+
+    reason = "SLOW_READER"
+
+
+class Inbox:
+    """Bounded queue with one consumer. All methods but `get` are plain calls from the event loop.
+
+    The first failure wins and drops what was buffered: text before an error is not an answer. `on_failure` is called
+    once, at once, from within the failing call, so that a consumer stuck in a write to its client does not keep a
+    worker busy. `max_tokens` and `max_bytes` bound what is buffered and not yet taken.
+    """
+
+    def __init__(
+        self, *, choices: int, max_tokens: int, max_bytes: int, on_failure: Callable[[KvmeshError], None]
+    ) -> None:
+        self._max_tokens = max_tokens
+        self._max_bytes = max_bytes
+        self._on_failure = on_failure
+        self._positions = [0] * choices
+        self._items: deque[Item] = deque()
+        self._tokens = 0
+        self._bytes = 0
+        self._wake = asyncio.Event()
+        self.error: KvmeshError | None = None
+        self.ended = False
+
+    # --- producer
+    def delta(self, delta: engine_pb2.SequenceDelta) -> None:
+        """New tokens of a choice. Positions must follow on each other: a gap would be wrong text, unseen."""
+        if self.error is not None or self.ended:
+            return
+        if delta.choice >= len(self._positions):
+            self.fail(Internal(f"the worker sent choice {delta.choice} of {len(self._positions)}"))
+            return
+        expected = self._positions[delta.choice]
+        if delta.first_position != expected:
+            self.fail(Internal(f"tokens of choice {delta.choice} start at {delta.first_position}, not at {expected}"))
+            return
+        count = len(delta.token_ids)
+        self._positions[delta.choice] = expected + count
+        self._tokens += count
+        self._bytes += delta.ByteSize() if delta.logprobs else TOKEN_BYTES * count
+        self._put(delta)
+
+    def prompt(self, scored: engine_pb2.PromptLogprobs) -> None:
+        """Scores of the prompt's tokens."""
+        if self.error is None and not self.ended:
+            self._bytes += scored.ByteSize()
+            self._put(scored)
+
+    def end(self, end: engine_pb2.RequestEnd) -> None:
+        """The worker's terminal: nothing follows."""
+        if self.error is not None or self.ended:
+            return
+        if end.WhichOneof("end") == "finished":
+            self.ended = True
+            self._put(end.finished)
+        else:
+            error = end.error
+            self.fail(from_frame(error.code, error.reason, error.message, error.retryable))
+
+    def fail(self, error: KvmeshError) -> None:
+        """End the attempt with an error; later calls change nothing."""
+        if self.error is not None:
+            return
+        self.error = error
+        self._items.clear()
+        self._tokens = self._bytes = 0
+        self._wake.set()
+        self._on_failure(error)
+
+    def _put(self, item: Item) -> None:
+        self._items.append(item)
+        self._wake.set()
+        if self._tokens > self._max_tokens or self._bytes > self._max_bytes:
+            self.fail(SlowReader("the client reads too slowly: its buffer is full", retry_after=1.0))
+
+    # --- consumer
+    async def get(self) -> list[Item]:
+        """Everything that has come since the last call, at least one item; raises the failure of the attempt."""
+        while True:
+            if self.error is not None:
+                raise self.error
+            if self._items:
+                items = list(self._items)
+                self._items.clear()
+                self._tokens = self._bytes = 0
+                self._wake.clear()
+                return items
+            self._wake.clear()
+            await self._wake.wait()

@@ -1,0 +1,113 @@
+"""One request as the gateway carries it through placement: what to run, for whom, and how long it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvmesh.proto.v1 import engine_pb2, router_pb2
+from kvmesh.proto.v1 import inference_pb2 as pb
+from kvmesh.rpc.limits import RequestLimits
+
+from services.gateway.output import worker_sampling
+from services.gateway.tokenizers import ModelTokenizer
+
+
+@dataclass(slots=True)
+class Job:
+    """A checked request.
+
+    `inner_id` is unique over the mesh; `request_id` is the client's own, unique per tenant only. `model` is the name
+    the client gave, `served` the model behind it. `sampling` has effective values; `drawn_seed` tells that the seed is
+    the gateway's own.
+    """
+
+    tenant: str
+    request_id: str
+    inner_id: str
+    model: str
+    served: str
+    fingerprint: str
+    tokenizer: ModelTokenizer
+    token_ids: list[int]
+    sampling: pb.SamplingParams
+    drawn_seed: bool
+    limits: RequestLimits
+    cache: pb.CacheMode.ValueType
+    tau: float | None = None
+    cache_salt: str = ""
+    messages: Sequence[pb.ChatMessage] = ()
+    prompt_text: str = ""
+
+    @property
+    def cost(self) -> int:
+        """Tokens this request may make the mesh compute, for fairness."""
+        return len(self.token_ids) + self.sampling.max_tokens * self.sampling.best_of
+
+    @property
+    def unified_only(self) -> bool:
+        """True when only workers of role unified can serve it."""
+        return self.sampling.HasField("prompt_logprobs")
+
+    @property
+    def may_store(self) -> bool:
+        """True when the answer may be remembered for others."""
+        return self.cache != pb.CACHE_MODE_OFF
+
+    def route_request(
+        self, gateway_id: str, *, cache: pb.CacheMode.ValueType, exclude: Sequence[str]
+    ) -> router_pb2.RouteRequest:
+        """What the router is asked. A drawn seed stays out: it would make every request different from all others."""
+        sampling = self.sampling
+        if self.drawn_seed:
+            sampling = pb.SamplingParams()
+            sampling.CopyFrom(self.sampling)
+            sampling.ClearField("seed")
+        ttft_ms, total_ms = self.limits.remaining_ms()
+        return router_pb2.RouteRequest(
+            request_id=self.inner_id,
+            gateway_id=gateway_id,
+            model=self.model,
+            token_ids=self.token_ids,
+            sampling=sampling,
+            cache=cache,
+            tau=self.tau,
+            cache_salt=self.cache_salt,
+            messages=self.messages,
+            prompt_text=self.prompt_text,
+            ttft_ms=ttft_ms,
+            total_ms=total_ms,
+            exclude_workers=exclude,
+        )
+
+    def submit_request(
+        self, gateway_id: str, attempt: int, model: str, prefill: Sequence[engine_pb2.PrefillTarget]
+    ) -> engine_pb2.SubmitRequest:
+        """What a worker gets."""
+        ttft_ms, total_ms = self.limits.remaining_ms()
+        return engine_pb2.SubmitRequest(
+            gateway_id=gateway_id,
+            request_id=self.inner_id,
+            attempt=attempt,
+            model=model,
+            token_ids=self.token_ids,
+            prompt_len=len(self.token_ids),
+            sampling=worker_sampling(self.sampling),
+            prefill=prefill,
+            ttft_ms=max(1, ttft_ms),
+            total_ms=max(1, total_ms),
+            cache_salt=self.cache_salt,
+        )
+
+
+@dataclass(slots=True)
+class Progress:
+    """What has happened to a job so far; kept over its attempts."""
+
+    attempt: int = 0
+    submits: int = 0
+    failures: int = 0
+    excluded: set[str] = field(default_factory=set)
+    decision_id: str = ""
+    degraded: bool = False
+    queued: bool = False

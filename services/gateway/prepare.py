@@ -1,0 +1,129 @@
+"""From a client's message to a checked job: who may ask, for which model, with what prompt and limits."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from kvmesh.errors import NotFound, Unavailable
+from kvmesh.proto.v1 import engine_pb2
+from kvmesh.proto.v1 import inference_pb2 as pb
+from kvmesh.rpc.credentials import Policy, Principal
+from kvmesh.rpc.limits import Deadline, RequestLimits
+from kvmesh.telemetry import names, tracing
+
+from services.gateway import validate
+from services.gateway.fleet import Fleet
+from services.gateway.job import Job
+from services.gateway.registry import new_id
+from services.gateway.tokenizers import ModelTokenizer, TokenizerStore
+
+_CACHE_STRENGTH = (pb.CACHE_MODE_OFF, pb.CACHE_MODE_EXACT, pb.CACHE_MODE_SEMANTIC)
+_POLICY_MODES = {"off": pb.CACHE_MODE_OFF, "exact": pb.CACHE_MODE_EXACT, "semantic": pb.CACHE_MODE_SEMANTIC}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The operator's bounds."""
+
+    ttft_limit_s: float = 60.0
+    total_limit_s: float = 600.0
+    max_prompt_bytes: int = 4 << 20
+    max_prompt_tokens: int = 0
+    max_choices: int = 16
+
+
+def request_limits(given: pb.Limits, rules: Rules, call_remaining_s: float | None) -> RequestLimits:
+    """Both limits, from now; the call's own deadline counts as well."""
+    ttft_s = given.ttft_ms / 1e3 if given.HasField("ttft_ms") else rules.ttft_limit_s
+    total_s = given.total_ms / 1e3 if given.HasField("total_ms") else rules.total_limit_s
+    if call_remaining_s is not None:
+        total_s = min(total_s, call_remaining_s)
+    now = time.monotonic()
+    return RequestLimits(Deadline(now + min(ttft_s, total_s)), Deadline(now + total_s))
+
+
+def cache_mode(given: pb.CacheMode.ValueType, policy: Policy) -> pb.CacheMode.ValueType:
+    """The weaker of what the request wants and what its tenant may have."""
+    allowed = _POLICY_MODES[policy.cache]
+    if given == pb.CACHE_MODE_UNSPECIFIED:
+        return allowed
+    return min((given, allowed), key=_CACHE_STRENGTH.index)
+
+
+class Preparer:
+    """Makes jobs. Raises InvalidArgument by field, NotFound, PermissionDenied, Unavailable, TooLarge."""
+
+    def __init__(self, fleet: Fleet, tokenizers: TokenizerStore, rules: Rules) -> None:
+        self._fleet = fleet
+        self._tokenizers = tokenizers
+        self._rules = rules
+
+    def check(self, request: pb.GenerateRequest | pb.ChatRequest, principal: Principal) -> None:
+        """What can be said of a request before anything is spent on it."""
+        validate.check_common(request)
+        principal.policy.check_model(request.model)
+        if isinstance(request, pb.ChatRequest):
+            validate.check_messages(request.messages, self._rules.max_prompt_bytes)
+        elif request.WhichOneof("prompt") is None:
+            raise validate.bad("prompt", "is required")
+        elif request.WhichOneof("prompt") == "text":
+            validate.check_prompt_text(request.text, self._rules.max_prompt_bytes)
+
+    async def job(
+        self, request: pb.GenerateRequest | pb.ChatRequest, principal: Principal, request_id: str, limits: RequestLimits
+    ) -> Job:
+        """The job of a request that passed `check`."""
+        info = self._worker(request.model)
+        tokenizer = await self._tokenizers.get(info)
+        bounds = validate.Bounds(
+            vocab_size=tokenizer.vocab_size,
+            max_model_len=info.max_model_len,
+            max_prompt_bytes=self._rules.max_prompt_bytes,
+            max_prompt_tokens=self._rules.max_prompt_tokens,
+            max_choices=self._rules.max_choices,
+            max_tokens=principal.policy.max_tokens or None,
+        )
+        with tracing.span(names.SPAN_GATEWAY_TOKENIZE):
+            token_ids = await self._tokenize(request, tokenizer)
+        chat = isinstance(request, pb.ChatRequest)
+        validate.check_token_ids(token_ids, bounds, field="messages" if chat else "prompt")
+        sampling = validate.effective_sampling(request.sampling, len(token_ids), bounds)
+        cache = cache_mode(request.cache, principal.policy)
+        if sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs"):
+            # Remembered answers hold no log-probabilities.
+            cache = pb.CACHE_MODE_OFF
+        return Job(
+            tenant=principal.tenant,
+            request_id=request_id,
+            inner_id=new_id(),
+            model=request.model,
+            served=info.model,
+            fingerprint=info.tokenizer_fingerprint,
+            tokenizer=tokenizer,
+            token_ids=token_ids,
+            sampling=sampling,
+            drawn_seed=not request.sampling.HasField("seed"),
+            limits=limits,
+            cache=cache,
+            tau=principal.policy.tau,
+            cache_salt=request.cache_salt,
+            messages=request.messages if isinstance(request, pb.ChatRequest) else (),
+            prompt_text="" if isinstance(request, pb.ChatRequest) else request.text,
+        )
+
+    def _worker(self, model: str) -> engine_pb2.WorkerInfo:
+        info = self._fleet.example(model)
+        if info is not None:
+            return info
+        if not self._fleet.known.is_set():
+            raise Unavailable("no worker is known yet", retry_after=1.0)
+        raise NotFound(f"no worker serves model {model!r}", details={"field": "model"})
+
+    async def _tokenize(self, request: pb.GenerateRequest | pb.ChatRequest, tokenizer: ModelTokenizer) -> list[int]:
+        if isinstance(request, pb.ChatRequest):
+            pairs = [(message.role, message.content) for message in request.messages]
+            return await tokenizer.encode_chat(pairs, self._rules.max_prompt_bytes)
+        if request.WhichOneof("prompt") == "tokens":
+            return list(request.tokens.ids)
+        return await tokenizer.encode_raw(request.text)

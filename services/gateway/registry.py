@@ -1,0 +1,80 @@
+"""The requests that run here: their ids, and what each tenant holds."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from kvmesh.errors import AlreadyExists, KvmeshError, Overloaded
+from kvmesh.rpc.credentials import Principal
+from kvmesh.telemetry import metrics, names
+
+
+class Running(Protocol):
+    """A running request that can be ended from outside."""
+
+    def stop(self, error: KvmeshError) -> None:
+        """End it with `error`; the first call counts."""
+
+
+def new_id() -> str:
+    """A fresh request id, unique over the mesh."""
+    return uuid.uuid4().hex
+
+
+class Registry:
+    """Running requests by (tenant, request id). `hold` is the only way in, and its end the only way out."""
+
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
+        self._running: dict[tuple[str, str], Running] = {}
+        self._held: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def held(self, tenant: str) -> int:
+        """Requests that a tenant holds now."""
+        return self._held[tenant]
+
+    @contextmanager
+    def hold(self, principal: Principal, request_id: str, request: Running) -> Iterator[None]:
+        """Count and name a request while it runs.
+
+        Overloaded over the gateway's or the tenant's number of requests at a time; AlreadyExists for an id in use.
+        """
+        tenant, limit = principal.tenant, principal.policy.max_concurrent
+        if len(self._running) >= self._max_requests:
+            raise Overloaded(f"this gateway holds {self._max_requests} requests already", retry_after=1.0)
+        if limit and self._held[tenant] >= limit:
+            raise Overloaded(
+                f"this tenant may run {limit} requests at a time", retry_after=1.0, details={"limit": "max_concurrent"}
+            )
+        key = (tenant, request_id)
+        if key in self._running:
+            raise AlreadyExists(f"request {request_id!r} is running", details={"field": "request_id"})
+        self._running[key] = request
+        self._held[tenant] += 1
+        self._count()
+        try:
+            yield
+        finally:
+            del self._running[key]
+            self._held[tenant] -= 1
+            if not self._held[tenant]:
+                del self._held[tenant]
+            self._count()
+
+    def stop(self, tenant: str, request_id: str, error: KvmeshError) -> bool:
+        """End a request of this tenant; False when it has none of that id."""
+        request = self._running.get((tenant, request_id))
+        if request is None:
+            return False
+        request.stop(error)
+        return True
+
+    def _count(self) -> None:
+        metrics.gauge(names.GATEWAY_ACTIVE).set(len(self._running))

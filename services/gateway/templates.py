@@ -1,0 +1,127 @@
+"""Chat templates: the model's own Jinja template in a sandbox, equal to what the ecosystem renders.
+
+A template comes with the model file, so it may compute but not reach out: immutable sandbox, bounded output, no file
+loader. `protect` keeps users from writing control tokens (see its docstring).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.exceptions
+import jinja2.ext
+import jinja2.sandbox
+from kvmesh.errors import FailedPrecondition, InvalidArgument, TooLarge
+
+MAX_TEMPLATE_BYTES = 256 * 1024
+
+
+class _RaisedByTemplate(jinja2.TemplateError):
+    """What `raise_exception` in a template raises: a message for the caller about the messages."""
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise _RaisedByTemplate(str(message))
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which models were never trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Refuses the one operator with which a short expression makes a huge string."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" or not all(isinstance(side, int | float) for side in (left, right)):
+            raise jinja2.exceptions.SecurityError(f"operator {operator} is not allowed here")
+        return super().call_binop(context, operator, left, right)
+
+
+def _environment() -> _Sandbox:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+class ChatTemplate:
+    """One compiled chat template.
+
+    `special` are the strings of the model's control tokens; `variables` (bos_token, eos_token, …) are what the template
+    may name. FailedPrecondition when the template does not compile.
+    """
+
+    def __init__(self, source: str, *, special: Iterable[str], variables: Mapping[str, str]) -> None:
+        if len(source.encode()) > MAX_TEMPLATE_BYTES:
+            raise FailedPrecondition(f"the chat template is larger than {MAX_TEMPLATE_BYTES} bytes")
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as exc:
+            raise FailedPrecondition(f"the model's chat template does not compile: {exc}") from None
+        # One character cannot be cut in two. The look-ahead finds every start, those inside another one included.
+        controls = sorted({text for text in special if len(text) > 1})
+        starts = "|".join(re.escape(text) for text in controls)
+        self._controls = re.compile(f"(?={starts})(.)", re.DOTALL) if controls else None
+        self._variables = dict(variables)
+
+    def render(self, messages: Sequence[tuple[str, str]], *, max_chars: int) -> list[str]:
+        """Render (role, content) pairs, the assistant's header appended.
+
+        Returns the text in pieces to be tokenized one by one; there is more than one only where a message holds the
+        text of a control token. InvalidArgument when the template refuses the messages, TooLarge over `max_chars`.
+        """
+        cut = f"\ufdd0{secrets.token_hex(8)}\ufdd1"
+        cuts = 0
+        prepared = []
+        for role, content in messages:
+            role, first = self._protect(role, cut)
+            content, second = self._protect(content, cut)
+            cuts += first + second
+            prepared.append({"role": role, "content": content})
+        text = self._run(prepared, max_chars + cuts * len(cut))
+        return [piece for piece in text.split(cut) if piece] if cuts else [text]
+
+    def _protect(self, text: str, cut: str) -> tuple[str, int]:
+        """Marks a cut inside every control token's text in what a user wrote.
+
+        Tokenized apart, the two halves are plain text: a user cannot end a message or open another role. The marks are
+        random per request, so they cannot be forged, and survive what templates do to content (trimming, joining).
+        """
+        if self._controls is None:
+            return text, 0
+        return self._controls.subn(lambda start: start[1] + cut, text)
+
+    def _run(self, messages: list[dict[str, str]], max_chars: int) -> str:
+        pieces, size = [], 0
+        try:
+            for piece in self._template.generate(
+                **self._variables, messages=messages, tools=None, documents=None, add_generation_prompt=True
+            ):
+                size += len(piece)
+                if size > max_chars:
+                    raise TooLarge(f"the rendered prompt is longer than {max_chars} characters")
+                pieces.append(piece)
+        except _RaisedByTemplate as exc:
+            raise InvalidArgument(f"messages: {exc}", details={"field": "messages"}) from None
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as exc:
+            raise InvalidArgument(
+                f"messages: the model's chat template cannot render them ({type(exc).__name__})",
+                details={"field": "messages"},
+            ) from None
+        return "".join(pieces)
