@@ -339,7 +339,7 @@ class EngineCore:
             return
         if numbers is None:
             self.scheduler.end(request, error or Cancelled("aborted"))
-        else:
+        elif request.options.mode is not Mode.PREFILL_ONLY:
             self.scheduler.abort_choices(request, numbers)
 
     def _release(self, key: RequestKey) -> None:
@@ -363,6 +363,7 @@ class EngineCore:
         """Tell the sidecar what this step fills; with the ring full, those transfers fail and the rest goes on."""
         assert self._records is not None
         if self._records.publish(self.scheduler.plan):
+            self.counters.ring_records = self._records.count
             return batch
         self.counters.ring_full += 1
         _log.error("step ring stayed full: its transfers fail")

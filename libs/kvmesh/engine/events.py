@@ -42,7 +42,8 @@ class EngineRequest:
     """One request for the core.
 
     token_ids: prompt, and for a healed request the output so far: token_ids[prompt_len:] is replayed as output (only
-    with n = 1). PREFILL_ONLY: the prompt WITHOUT its last token; `sampling` and `n` are ignored.
+    with n = 1, and without scoring the prompt again). PREFILL_ONLY: the prompt WITHOUT its last token; `sampling` and
+    `n` are ignored.
     n: choices run; they are numbered first_choice, first_choice + 1, … (the number enters the noise).
     sampling.max_tokens counts healed tokens and is clipped to the context.
     seed_bytes: root of the prefix-cache hash chain (`kvmesh.kv.hashing.request_seed`).

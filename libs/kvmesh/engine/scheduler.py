@@ -297,7 +297,7 @@ class Scheduler:
         if not request.forked:
             for fork in request.seqs[1:]:
                 self.pages.free(fork)
-            request.scores = []
+        request.scores = []  # scored anew from the first token on, if it was not done
         choice.move(SeqState.PREEMPTED)
         insort(self.queue, choice, key=_rank)
 

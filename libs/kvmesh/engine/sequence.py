@@ -90,7 +90,8 @@ class Request:
         for fork in self.seqs[1:]:
             fork.state = SeqState.FORKING
         self.forked = choices == 1
-        self.scoring = sampling.prompt_logprobs is not None and options.mode is Mode.LOCAL
+        # A healed request has had its prompt scored: that came before its first token.
+        self.scoring = sampling.prompt_logprobs is not None and options.mode is Mode.LOCAL and not self.tail_len
         self.scores: list[TokenLogprobs] = []
         self.ended = False
         # Generations of its root's pages that are not settled; with PREFILL_ONLY the transfer id.

@@ -40,6 +40,7 @@ class StepRecords:
         self._published: tuple[RequestKey, ...] = ()
         self._target = 0
         self._blocking: set[RequestKey] = set()
+        self.count = 0
 
     @property
     def blocked(self) -> bool:
@@ -72,6 +73,7 @@ class StepRecords:
         for choice, upto in advances:
             choice.sent = upto
         self._published = tuple(choice.request.key for choice, _ in advances)
+        self.count += 1
         self._notify()
         return True
 
