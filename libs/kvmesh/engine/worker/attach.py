@@ -10,8 +10,7 @@ import logging
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-
-import grpc
+from typing import Any
 
 from kvmesh.engine.worker.resolve import resolve_all
 from kvmesh.errors import KvmeshError, Unavailable
@@ -187,20 +186,21 @@ class RouterLinks:
     async def _attach(self, address: str, channel: MeshChannel, outbox: _Outbox) -> bool:
         """One stream, until it ends or the router falls silent. True if the router had answered."""
         stub = router_pb2_grpc.RouterStub(channel)  # type: ignore[no-untyped-call,unused-ignore]
+        loop = asyncio.get_running_loop()
         answered = False
-        with raising(), cancelling(stub.Attach(self._messages(outbox))) as call:
+        call: Any = stub.Attach(self._messages(outbox))
+        with raising(), cancelling(call):
             try:
-                while True:
-                    async with asyncio.timeout(SILENCE_S):
-                        answer = await call.read()
-                    if answer is grpc.aio.EOF:
-                        return answered
-                    if not answered:
-                        answered = True
-                        self.attached[address] = answer.router_id
-                        log.info("attached to router %s (%s)", answer.router_id or "?", address)
+                async with asyncio.timeout(SILENCE_S) as silence:
+                    async for answer in call:
+                        silence.reschedule(loop.time() + SILENCE_S)
+                        if not answered:
+                            answered = True
+                            self.attached[address] = answer.router_id
+                            log.info("attached to router %s (%s)", answer.router_id or "?", address)
             except TimeoutError:
                 raise Unavailable(f"no heartbeat for {SILENCE_S:g} s") from None
+        return answered
 
     async def _messages(self, outbox: _Outbox) -> AsyncIterator[router_pb2.AttachRequest]:
         while True:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.core import EngineConfig, EngineCore
@@ -58,9 +58,9 @@ STOP_S = 5.0
 class Worker:
     """One engine with its faces. `build` makes it; `kvmesh.rpc.service` runs it."""
 
-    def __init__(self, service: ServiceContext[WorkerSettings], *, at_step: StepHook = no_hook) -> None:
+    def __init__(self, service: ServiceContext[Any], *, at_step: StepHook = no_hook) -> None:
         self.service = service
-        self.settings = service.settings
+        self.settings: WorkerSettings = service.settings
         self.incarnation = secrets.randbits(64) or 1
         self.status = WorkerStatus(self.settings.role, needs_sidecar=self.settings.sidecar_socket is not None)
         self.requests = DecodeRequests(on_seen=self._on_seen)
@@ -94,7 +94,12 @@ class Worker:
             )
         if self.settings.role != "decode":
             server.add(engine_pb2_grpc.add_PrefillServicer_to_server, self.prefill, access=Access.INNER)
-        self.status.listen(lambda: [server.set_ready(self.status.ready(name), name) for name in served])
+
+        def publish() -> None:
+            for name in served:
+                server.set_ready(self.status.ready(name), name)
+
+        self.status.listen(publish)
 
     # -- up
 
@@ -277,8 +282,3 @@ class Worker:
             self._runner.close()
         if self._memory is not None:
             self._memory.close()
-
-
-async def build(service: ServiceContext[WorkerSettings]) -> Worker:
-    """For `kvmesh.rpc.service.run_service`."""
-    return Worker(service)

@@ -142,7 +142,9 @@ class DecodeService(engine_pb2_grpc.DecodeServicer):
             found.abort(Cancelled("aborted by the gateway"))
         return pb.DecodeAbortResponse(aborted=1)
 
-    async def Frames(self, request: pb.FramesRequest, context: Any) -> None:
+    async def Frames(  # type: ignore[override,unused-ignore]
+        self, request: pb.FramesRequest, context: Any
+    ) -> None:
         """The gateway's stream, until either side ends it."""
         check_id("gateway_id", request.gateway_id)
         _, hub = self._serving()

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -35,6 +35,8 @@ from kvmesh.transfer.descriptor import DescriptorLimits, check_descriptor
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -62,16 +64,21 @@ class _Run:
             _resolve(self.computed, event)
         elif isinstance(event, events.Ended):
             error = event.error or Internal("the core ended a prefill that was not released")
-            for future in (self.admitted, self.computed):
-                if not future.done():
-                    future.set_exception(error)
-                    future.exception()
+            _fail(self.admitted, error)
+            _fail(self.computed, error)
             _resolve(self.ended, event)
 
 
-def _resolve(future: asyncio.Future[events.Admitted], event: object) -> None:
+def _resolve(future: asyncio.Future[T], event: T) -> None:
     if not future.done():
-        future.set_result(event)  # type: ignore[arg-type]
+        future.set_result(event)
+
+
+def _fail(future: asyncio.Future[T], error: KvmeshError) -> None:
+    if not future.done():
+        future.set_exception(error)
+        # Looked at here: whoever has left already does not wait for it.
+        future.exception()
 
 
 class PrefillService(engine_pb2_grpc.PrefillServicer):
@@ -170,7 +177,8 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
         ctx.core.start_prefill(run.key, handle.transfer_id, first_block)
         await ctx.at_step(RequestStep.COMPUTING, run.public)
         # A transfer that fails ends the computation, not only the other way round.
-        await asyncio.wait({run.computed, handle.done}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {run.computed, handle.done}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if handle.done.done() and not run.computed.done():
             handle.done.result()
         computed = await run.computed

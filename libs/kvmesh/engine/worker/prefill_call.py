@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import grpc
-
 from kvmesh.engine.worker.channels import PrefillChannels
 from kvmesh.errors import TransferFailed
 from kvmesh.proto.v1 import engine_pb2 as pb
@@ -41,7 +39,7 @@ class PrefillCall:
                 request, timeout=timeout_s, metadata=tenant_metadata(tenant)
             )
             with raising(), cancelling(call):
-                while (event := await call.read()) is not grpc.aio.EOF:
+                async for event in call:
                     if event.HasField("accepted") and not self.accepted.done():
                         self.accepted.set_result(event.accepted)
                     elif event.HasField("done"):
