@@ -11,9 +11,21 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
-from services.router.wordlists import ANTONYMS, FILLERS, NEGATIONS, NUMBER_WORDS, PIVOTAL, PREPOSITIONS, fold
+from services.router.wordlists import (
+    ANTONYMS,
+    AUXILIARIES,
+    FILLERS,
+    FRAMES,
+    INTERROGATIVES,
+    MODALS,
+    NEGATIONS,
+    NUMBER_WORDS,
+    PIVOTAL,
+    PREPOSITIONS,
+    fold,
+)
 
-_TOKEN = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+(?:[''][^\W\d_]+)*|[^\w\s]|_", re.UNICODE)
+_TOKEN = re.compile(r"(?<![^\s(=])-\d+(?:[.,:]\d+)*|\d+(?:[.,:]\d+)*|[^\W\d_]+(?:[''][^\W\d_]+)*|[^\w\s]|_", re.UNICODE)
 _QUOTED = re.compile(r"`([^`]+)`|\"([^\"]+)\"|“([^”]+)”|«([^»]+)»")
 _SENTENCE_ENDS = frozenset(".!?:;\n")
 _IGNORED_MARKS = frozenset(".,!?;:'\"()[]…“”«»`-–—_¿¡")
@@ -57,24 +69,45 @@ def refusal(asked: str, remembered: str) -> str:
     # A name in one text may be written small in the other: then it is among the other's words.
     if (a.names - set(b.words)) or (b.names - set(a.words)):
         return "names"
-    return _words_differ(a.words, b.words)
+    return _words_differ(a.words, b.words, anchored=bool(a.numbers or a.quoted))
 
 
-def _words_differ(a: list[str], b: list[str]) -> str:
+def _words_differ(a: list[str], b: list[str], *, anchored: bool) -> str:
+    """`anchored`: the texts share something besides words that the question is about."""
     only_a, only_b = set(a) - set(b), set(b) - set(a)
     for word in only_a:
         if not ANTONYMS.get(word, frozenset()).isdisjoint(only_b):
             return "antonyms"
     if (only_a | only_b) & PIVOTAL:
         return "qualifier"
-    if (only_a & PREPOSITIONS) and (only_b & PREPOSITIONS):
-        return "prepositions"
+    if not _same_kind(a, b):
+        return "question"
+    for kind in (PREPOSITIONS, MODALS):
+        if (only_a & kind) and (only_b & kind):
+            return "grammar"
     if (only_a | only_b) - FILLERS:
         return "words"
     shared = set(a) & set(b) - FILLERS
+    if not shared and not anchored and set(a) != set(b):
+        return "nothing shared"
     if _order(a, shared) != _order(b, shared):
         return "order"
     return ""
+
+
+def _same_kind(a: list[str], b: list[str]) -> bool:
+    """Both ask what, who, how, …; or one does and the other says "tell me …" or just names the thing."""
+    asks_a, asks_b = INTERROGATIVES.intersection(a), INTERROGATIVES.intersection(b)
+    if asks_a == asks_b:
+        return bool(asks_a) or _is_polar(a) == _is_polar(b)
+    if asks_a and asks_b:
+        return False
+    return not _is_polar(b if asks_a else a)
+
+
+def _is_polar(words: list[str]) -> bool:
+    """A question that yes or no answers."""
+    return bool(words) and words[0] in AUXILIARIES and FRAMES.isdisjoint(words)
 
 
 def _order(words: list[str], shared: set[str]) -> list[str]:
@@ -94,7 +127,7 @@ def read(text: str) -> Reading:
     starts = True
     for match in _TOKEN.finditer(text):
         token = match.group()
-        if token[0].isdigit():
+        if token[-1].isdigit():
             numbers.append(_number(token))
             starts = False
             continue
@@ -141,4 +174,5 @@ def _number(token: str) -> str:
         token = token.replace(",", "")
     if re.fullmatch(r"\d+\.\d+", token):
         token = token.rstrip("0").rstrip(".")
-    return token.lstrip("0") or "0"
+    sign = "-" if token[0] == "-" else ""
+    return sign + (token.lstrip("-0") or "0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvmesh.config import RouterSettings
 from kvmesh.errors import InvalidArgument, KvmeshError, NotFound, Unavailable
@@ -18,7 +18,7 @@ from services.router.cache import AnswerCache, Mode
 from services.router.credit import CreditBook
 from services.router.decisions import Decision, Decisions
 from services.router.fingerprint import CacheKey, cache_key, cacheable
-from services.router.fleet import MAX_ID_BYTES, MAX_NAME_BYTES, Family, Fleet, Worker
+from services.router.fleet import MAX_ID_BYTES, MAX_NAME_BYTES, Family, Fleet
 
 Clock = Callable[[], float]
 
@@ -74,10 +74,12 @@ class Routing:
         self, request: router_pb2.RouteRequest, tenant: str, remaining_s: float | None
     ) -> router_pb2.RouteResponse:
         model = self._resolve(request.model)
+        serving = [w for w in self._fleet.workers if w.serving and w.info.model == model]
+        matched = matched_tokens(serving, request.token_ids, request.cache_salt)
         key: CacheKey | None = None
         family, mode = None, self._mode(request)
         if mode > Mode.OFF:
-            family = self._likely_family(request, model)
+            family = self._likely_family(request, model, matched)
         if family is not None:
             key = cache_key(request, tenant, family)
             budget = MAX_CACHE_S if remaining_s is None else min(MAX_CACHE_S, remaining_s - PLACEMENT_RESERVE_S)
@@ -87,7 +89,7 @@ class Routing:
                 decision_id = self.decisions.add(None, 0.0)
                 return router_pb2.RouteResponse(answer=answer, model=family.model, decision_id=decision_id)
         # Only now, without a further wait: what was true before the look-up may no longer be.
-        pairs = self._place(request, model, family)
+        pairs = self._place(request, model, matched, family)
         placed = pairs[0].decode.family
         self.credit.take(request.request_id, placement.charges(pairs[0], len(request.token_ids)))
         kept = None
@@ -116,39 +118,47 @@ class Routing:
             return Mode.OFF
         return self._cache.mode(request.cache)
 
-    def _likely_family(self, request: router_pb2.RouteRequest, model: str) -> Family | None:
+    def _likely_family(self, request: router_pb2.RouteRequest, model: str, matched: Mapping[str, int]) -> Family | None:
         """The family that would serve now, or the only one that did: a cached answer needs no worker."""
         try:
-            return self._place(request, model, None)[0].decode.family
+            return self._place(request, model, matched)[0].decode.family
         except KvmeshError:
             known = [family for family in self._fleet.known_families() if family.model == model]
             return known[0] if len(known) == 1 else None
 
-    def _place(self, request: router_pb2.RouteRequest, model: str, family: Family | None) -> list[placement.RankedPair]:
-        """Ranked pairs, of `family` if it still serves."""
-        workers = [w for w in self._fleet.workers if w.serving and w.info.model == model]
-        candidates = self._candidates(workers, request)
-        same = [c for c in candidates if c.family == family]
-        for pool in (same, candidates) if same else (candidates,):
-            try:
-                return placement.place(
-                    pool,
-                    model=model,
-                    prompt_tokens=len(request.token_ids),
-                    alternates=self._settings.alternates,
-                    rng=self._rng,
-                    exclude=frozenset(request.exclude_workers),
-                    unified_only=request.sampling.HasField("prompt_logprobs"),
-                )
-            except Unavailable:
-                if pool is candidates:
-                    raise
-        raise AssertionError("unreachable")
-
-    def _candidates(self, workers: list[Worker], request: router_pb2.RouteRequest) -> list[placement.Candidate]:
-        matched = matched_tokens(workers, request.token_ids, request.cache_salt)
+    def _place(
+        self,
+        request: router_pb2.RouteRequest,
+        model: str,
+        matched: Mapping[str, int],
+        family: Family | None = None,
+    ) -> list[placement.RankedPair]:
+        """Ranked pairs, of `family` as long as it serves; Unavailable when nothing does."""
         credit = self.credit.snapshot()
-        return [placement.candidate(w, credit.get(w.worker_id, 0), matched.get(w.worker_id, 0)) for w in workers]
+        candidates = [
+            placement.candidate(worker, credit.get(worker.worker_id, 0), matched.get(worker.worker_id, 0))
+            for worker in self._fleet.workers
+            if worker.serving and worker.info.model == model
+        ]
+
+        def place(pool: list[placement.Candidate]) -> list[placement.RankedPair]:
+            return placement.place(
+                pool,
+                model=model,
+                prompt_tokens=len(request.token_ids),
+                alternates=self._settings.alternates,
+                rng=self._rng,
+                exclude=frozenset(request.exclude_workers),
+                unified_only=request.sampling.HasField("prompt_logprobs"),
+            )
+
+        if family is not None:
+            try:
+                return place([c for c in candidates if c.family == family])
+            except Unavailable:
+                # It left while the caches were asked; another revision may serve.
+                pass
+        return place(candidates)
 
     async def report(self, request: router_pb2.ReportRequest, tenant: str) -> bool:
         """The end of a request: its credit ends, its answer is kept if it may be. True when it was."""

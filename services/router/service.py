@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -48,8 +49,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.WatchRequest, context: ServicerContext
     ) -> AsyncIterator[router_pb2.WatchResponse]:
         """See router.proto."""
-        async for message in self._hub.stream():
-            yield message
+        async with contextlib.aclosing(self._hub.stream()) as messages:
+            async for message in messages:
+                yield message
 
     async def Attach(
         self, request_iterator: AsyncIterator[router_pb2.AttachRequest], context: ServicerContext

@@ -8,7 +8,7 @@ bounded; past `MAX_PENDING` ids it simply gets the whole fleet again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from kvmesh.errors import Overloaded, Unavailable
 from kvmesh.proto.v1 import router_pb2
@@ -78,7 +78,7 @@ class WatchHub:
     def __len__(self) -> int:
         return len(self._watchers)
 
-    async def stream(self) -> AsyncIterator[router_pb2.WatchResponse]:
+    async def stream(self) -> AsyncGenerator[router_pb2.WatchResponse]:
         """Messages for one watcher, until it leaves. Raises Overloaded (too many), Unavailable (close)."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise Overloaded(f"{MAX_WATCHERS} watchers are attached", retry_after=5.0)

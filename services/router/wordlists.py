@@ -42,11 +42,11 @@ able unable; valid invalid; visible invisible; happy unhappy; happy sad; healthy
 young old; oldest newest; oldest youngest; rich poor; strong weak; hard easy; hard soft; difficult easy;
 expensive cheap; heavy light; dark light; bright dark; wet dry; full empty; thick thin; wide narrow; deep shallow;
 long short; tall short; male female; man woman; boy girl; father mother; husband wife; brother sister; son daughter;
-king queen; he she; his her; him her; left right; north south; east west; northern southern; eastern western;
-day night; morning evening; summer winter; spring autumn; spring fall; ascending descending; forward backward;
-forwards backwards; vertical horizontal; row column; rows columns; public private; internal external; local remote;
-input output; client server; source destination; positive negative; advantage disadvantage; pros cons; benefit risk;
-benefit harm; cause effect; question answer; teacher student; doctor patient; buyer seller; lend borrow; arrive leave;
+king queen; left right; north south; east west; northern southern; eastern western; day night; morning evening;
+summer winter; spring autumn; spring fall; ascending descending; forward backward; forwards backwards;
+vertical horizontal; row column; rows columns; public private; internal external; local remote; input output;
+client server; source destination; positive negative; advantage disadvantage; pros cons; benefit risk; benefit harm;
+cause effect; question answer; teacher student; doctor patient; buyer seller; lend borrow; arrive leave;
 arrive depart; enter exit; acid base; solid liquid; ancient modern; always sometimes; always rarely; often rarely;
 all some; all any; everyone someone; must may; should may; can must; what who; what when; what where; what why;
 what how; who when; who where; who why; who how; when where; when why; when how; where why; where how; why how;
@@ -59,10 +59,11 @@ income expense; debit credit; hire fire; attack defend; freeze melt; freeze boil
 
 # Groups that a question may swap without asking something else. Short on purpose.
 _GROUPS = """
-fix repair mend; buy purchase; begin start commence; end finish; make create build; big large; quick fast; quickly fast;
-show display; describe explain; picture image photo; kid child children; car automobile; film movie; folder directory;
-error failure; sick ill; method way approach; help assist; choose select pick; get obtain; learn study; select choose;
-difference distinction; city town; hire employ; answer reply; assistance help; error mistake; dollar usd; mum mother mom
+fix repair mend; buy purchase; begin start commence; end finish; make create build; big large; quick fast;
+quickly fast; show display; describe explain; picture image photo; kid child children; car automobile; film movie;
+folder directory; error failure; sick ill; method way approach; help assist; what which; can could; will would;
+may might; who whom; choose select pick; get obtain; learn study; select choose; difference distinction; city town;
+hire employ; answer reply; assistance help; error mistake; dollar usd; mum mother mom
 """
 
 
@@ -115,13 +116,21 @@ ANTONYMS = _antonyms()
 # Of two texts that each have one of these alone, one says "from" where the other says "to".
 PREPOSITIONS = _folded("from to by for with about into onto on in at of off through under over between")
 
+# Who, when, how: a question and the same words after another of these, or none, are two questions.
+INTERROGATIVES = _folded("what who whom whose when where why how")
+MODALS = _folded("can may should must will need")
+AUXILIARIES = MODALS | _folded("is are am was were do does did has have had")
+# "Tell me the …" asks "what is the …".
+FRAMES = _folded("tell give explain describe show name list define say")
+
 # Words whose presence or absence alone changes what is asked.
 PIVOTAL = _folded(
     """
     ascending descending before after since until during only first last next previous old new former current all any
     every each both either maximum minimum max min most least best worst more less average median total optional
     required mandatory legal illegal still yet anymore again instead against versus vs or if am pm daily weekly monthly
-    yearly always sometimes rarely often today tomorrow yesterday reverse inverse opposite
+    yearly always sometimes rarely often today tomorrow yesterday reverse inverse opposite he she him her his they them
+    their everyone everybody
     """
 )
 
@@ -130,7 +139,7 @@ FILLERS = _folded(
     """
     a an the this that these those is are was were be been being do does did doing done have has had having will would
     shall should can could may might must of to in on at for from by with about into as and it its i me my mine we us
-    our you your yours he she they them their his her what which who whom whose when where why how there here please
+    our you your yours what which who whom whose when where why how there here please
     kindly hello hi hey thank thanks tell give let know say show explain describe want need like wish wonder wondering
     question ask asking just so well really actually exactly briefly short brief get find out name called city country
     mean means meaning way method help info information detail details someone one also too very then now ok okay
