@@ -245,6 +245,50 @@ def test_a_duplicate_is_not_cached_and_its_children_hang_on_the_first():
     cache.check_integrity()
 
 
+def test_an_idle_leaf_that_gets_a_child_is_no_leaf_any_more():
+    pool = PagePool(8)
+    removed = []
+    cache = PrefixCache(pool, PAGE, on_event=lambda e: removed.extend(e.hashes) if e.kind == "removed" else None)
+    a, b = pool.allocate("a", 1), pool.allocate("b", 2)
+    cache.insert("a", SEEDS[0], [1, 2], a)
+    pool.release("a")  # queued for eviction as a leaf …
+    cache.insert("b", SEEDS[0], [1, 2, 3, 4], b)  # … and now a parent, older than its child and as idle
+    pool.release("b")
+    parent, child = cache.hashes()
+    assert pool.allocate("c", 7) is not None
+    assert removed == [child]
+    assert cache.match(SEEDS[0], [1, 2, 3, 4]).pages == a
+    assert pool.allocate("d", 1) is not None
+    assert removed == [child, parent]
+
+
+def test_a_colliding_hash_is_a_miss_whatever_it_collides_in():
+    """Links that forget the parent, the seed or the tokens: only the comparison stands between a hit and foreign KV."""
+
+    def fill(forgetful):
+        pool = PagePool(16)
+        cache = PrefixCache(pool, PAGE, hash_fn=forgetful)
+        cached(cache, pool, "a", [1, 2, 3, 4])
+        return pool, cache
+
+    no_parent = lambda parent, block: hash_block(bytes(16), block)  # noqa: E731
+    no_tokens = lambda parent, block: hash_block(parent, b"")  # noqa: E731
+    pool, cache = fill(no_parent)
+    assert cache.match(SEEDS[0], [1, 2, 3, 4]).num_tokens == 4
+    assert cache.match(SEEDS[1], [1, 2, 3, 4]).num_tokens == 0  # same tokens, other seed
+    assert cache.match(SEEDS[0], [3, 4]).num_tokens == 0  # same tokens, other place
+    cached(cache, pool, "b", [5, 6])
+    assert cache.match(SEEDS[0], [5, 6, 3, 4]).num_tokens == 2  # same tokens, other parent
+    pool, cache = fill(no_tokens)
+    assert cache.match(SEEDS[0], [1, 2, 3, 4]).num_tokens == 4
+    assert cache.match(SEEDS[0], [1, 2, 7, 8]).num_tokens == 2
+    # A newcomer with a taken name is not cached, nor anything below it.
+    pages = pool.allocate("c", 2)
+    assert cache.insert("c", SEEDS[0], [7, 8, 9, 9], pages) == 0
+    assert cache.match(SEEDS[0], [7, 8, 9, 9]).num_tokens == 0
+    cache.check_integrity()
+
+
 def test_a_page_that_a_peer_may_still_write_is_not_cached():
     pool = PagePool(4)
     cache = PrefixCache(pool, PAGE)
