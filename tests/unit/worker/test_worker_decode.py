@@ -7,14 +7,12 @@ import asyncio
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from kvmesh.engine.runner import SamplingParams
 from kvmesh.engine.scripted import scripted_output
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.proto.v1 import engine_pb2_grpc, inference_pb2
 from kvmesh.rpc.limits import Deadline
 from kvmesh.rpc.status import from_rpc_error
-
 from worker_harness import Gateway, prompt, running, sampling, until
 
 
@@ -258,9 +256,7 @@ async def test_drain_lets_work_finish_and_refuses_new() -> None:
 
 async def test_shutdown_ends_what_does_not_finish_with_one_terminal_each_and_flushes() -> None:
     async with running(scripted_step_ms=5) as worker, Gateway(worker) as gateway:
-        answers = [
-            await gateway.submit(gateway.request(prompt(5, i), sampling=sampling(2000))) for i in range(5)
-        ]
+        answers = [await gateway.submit(gateway.request(prompt(5, i), sampling=sampling(2000))) for i in range(5)]
         await asyncio.wait_for(answers[-1].first.wait(), 10)
         await worker.worker.drain(Deadline.after(0.2))
         await asyncio.wait({gateway._reader}, timeout=5)  # type: ignore[arg-type]
@@ -286,9 +282,7 @@ async def test_failed_step_is_one_error_terminal_each(tmp_path: object) -> None:
     faults = tmp_path / "faults.json"  # type: ignore[operator]
     faults.write_text('{"fail_steps": [4]}')
     async with running(scripted_faults=faults, scripted_step_ms=2) as worker, Gateway(worker) as gateway:
-        answers = await asyncio.gather(
-            *[gateway.ask(prompt(5, i), sampling=sampling(50)) for i in range(3)]
-        )
+        answers = await asyncio.gather(*[gateway.ask(prompt(5, i), sampling=sampling(50)) for i in range(3)])
         assert all(len(answer.ends) == 1 for answer in answers)
         assert any(answer.error is not None for answer in answers)
         again = await gateway.ask(prompt(9), sampling=sampling(5))

@@ -206,7 +206,7 @@ class FakeSidecar:
             await self._notified.wait()
             self._notified.clear()
             while (record := self._ring.consume()) is not None:
-                while self._doorbell.value < record.first_value + record.num_layers:
+                while self._doorbell.value < record.first_value + record.num_layers - 1:
                     await asyncio.sleep(0.001)
                 for entry in record.entries:
                     transfer = self.transfers.get(entry.transfer_id)

@@ -17,7 +17,6 @@ from kvmesh.engine.worker.steps import StepHook, no_hook
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.proto.v1 import engine_pb2_grpc, inference_pb2
 from kvmesh.rpc import BackgroundTasks, MeshAuth, MeshChannel, RpcServer, ServiceContext, open_channel
-
 from worker_fakes import Fabric, FakeLink, FakeSidecar
 
 WAIT_S = 20.0
@@ -248,9 +247,7 @@ class Gateway:
 
     async def abort(self, request_id: str = "", attempt: int = 0, choices: tuple[int, ...] = ()) -> int:
         answer = await self.stub.Abort(
-            pb.DecodeAbortRequest(
-                gateway_id=self.gateway_id, request_id=request_id, attempt=attempt, choices=choices
-            ),
+            pb.DecodeAbortRequest(gateway_id=self.gateway_id, request_id=request_id, attempt=attempt, choices=choices),
             timeout=10,
         )
         return int(answer.aborted)

@@ -31,7 +31,7 @@ from kvmesh.engine.worker.meters import Meters
 from kvmesh.engine.worker.prefill import PrefillService
 from kvmesh.engine.worker.pump import EventPump
 from kvmesh.engine.worker.requests import DecodeRequests
-from kvmesh.engine.worker.state import WorkerStatus, services_of
+from kvmesh.engine.worker.state import DECODE, PREFILL, WorkerStatus, services_of
 from kvmesh.engine.worker.steps import StepHook, no_hook
 from kvmesh.errors import Cancelled, KvmeshError, Unavailable
 from kvmesh.kv.hashing import base_seed
@@ -76,7 +76,8 @@ class Worker:
         self._register()
 
     def _register(self) -> None:
-        server, served = self.service.server, services_of(self.settings.role)
+        server = self.service.server
+        served = services_of(self.settings.role, has_sidecar=self.settings.sidecar_socket is not None)
         server.add(
             engine_pb2_grpc.add_EngineServicer_to_server,
             self.engine,
@@ -84,7 +85,7 @@ class Worker:
             while_draining=("Describe", "GetLoad", "Drain"),
             long_lived=("Drain",),
         )
-        if self.settings.role != "prefill":
+        if DECODE in served:
             server.add(
                 engine_pb2_grpc.add_DecodeServicer_to_server,
                 self.decode,
@@ -92,7 +93,7 @@ class Worker:
                 while_draining=("Abort",),
                 long_lived=("Frames",),
             )
-        if self.settings.role != "decode":
+        if PREFILL in served:
             server.add(engine_pb2_grpc.add_PrefillServicer_to_server, self.prefill, access=Access.INNER)
 
         def publish() -> None:

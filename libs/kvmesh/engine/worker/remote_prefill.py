@@ -168,11 +168,12 @@ class RemotePrefill:
         timeout = deadline.remaining()
         if timeout <= 0:
             raise DeadlineExceeded("no time is left for prefill")
+        # A prompt that prefill holds already may have landed before it is said to be accepted.
         call = PrefillCall(self._ctx.channels, target.address, run, timeout_s=timeout, tenant=self._request.tenant)
+        call.accepted.add_done_callback(self._accepted)
         try:
             await self._first(deadline, slot.completed, call.accepted, call.done)
             if call.accepted.done() and not call.accepted.cancelled():
-                self._request.remote_cached = call.accepted.result().cached_tokens
                 await self._step(RequestStep.PREFILL_ACCEPTED)
             await self._first(deadline, slot.completed, call.done)
             if not slot.completed.done():
@@ -188,6 +189,10 @@ class RemotePrefill:
         # All bytes are here; what prefill still has to say is only of interest to it.
         self._ctx.spawn(self._see_off(call), name="prefill-see-off")
         return result
+
+    def _accepted(self, accepted: asyncio.Future[pb.RunAccepted]) -> None:
+        if not accepted.cancelled():
+            self._request.remote_cached = accepted.result().cached_tokens
 
     async def _first(self, deadline: Deadline, *futures: asyncio.Future[Any]) -> None:
         """Until one of the futures is done. Raises DeadlineExceeded."""

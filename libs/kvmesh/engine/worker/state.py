@@ -21,9 +21,10 @@ ROLES = {
 }
 
 
-def services_of(role: str) -> tuple[str, ...]:
-    """Full names of the services that a role serves."""
-    return {"prefill": (ENGINE, PREFILL), "decode": (ENGINE, DECODE), "unified": (ENGINE, DECODE, PREFILL)}[role]
+def services_of(role: str, *, has_sidecar: bool) -> tuple[str, ...]:
+    """Full names of the services that a role serves. A unified worker without a sidecar cannot prefill for others."""
+    served = {"prefill": (ENGINE, PREFILL), "decode": (ENGINE, DECODE), "unified": (ENGINE, DECODE, PREFILL)}[role]
+    return served if has_sidecar or role != "unified" else (ENGINE, DECODE)
 
 
 class WorkerStatus:
