@@ -15,7 +15,7 @@ import redis.asyncio as redis
 from kvmesh.telemetry import metrics, names
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 log = logging.getLogger(__name__)
@@ -100,6 +100,9 @@ class ExactCache:
 
     def _failed(self, operation: str, exc: BaseException) -> None:
         metrics.counter(names.REDIS_ERRORS).labels(operation).inc()
+        if isinstance(exc, ResponseError):
+            # It answered: a value of another type, no memory left. The next request may fare better.
+            return
         if isinstance(exc, (TimeoutError, RedisTimeoutError)):
             self._timeouts += 1
             if self._timeouts < TIMEOUTS_TO_OPEN:

@@ -26,7 +26,7 @@ def key(request: router_pb2.RouteRequest, tenant: str = "acme", family: Family =
 
 def base() -> router_pb2.RouteRequest:
     """A request with every sampling field set, so that each can change and be absent."""
-    request = route_request(
+    return route_request(
         cache_salt="s",
         messages=[chat("system", "Be brief."), chat("user", "Hi"), chat("assistant", "Hello"), chat("user", "Who?")],
         sampling=inference_pb2.SamplingParams(
@@ -50,7 +50,6 @@ def base() -> router_pb2.RouteRequest:
             prompt_logprobs=1,
         ),
     )
-    return request
 
 
 def sampling_changes() -> list[tuple[str, Change]]:
