@@ -1,19 +1,36 @@
-"""The engine's side of its sidecar: one Unix socket, framed protobuf, descriptors of memory passed once.
-
-STUB with the final signatures; the body follows.
-"""
+"""The engine's side of its sidecar: one Unix socket, framed protobuf, descriptors of memory passed once."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from google.protobuf.message import DecodeError
+
+from kvmesh import errors
+from kvmesh.errors import DataLoss, DeadlineExceeded, InvalidArgument, KvmeshError, TransferFailed, Unavailable
+from kvmesh.kv.fds import close_fds
 from kvmesh.kv.layout import KvLayout
+from kvmesh.kv.pidfd import check_pidfd, open_pidfd
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
+from kvmesh.transfer.descriptor import groups_to_proto, layout_to_proto
+from kvmesh.transfer.orphans import Writers
+from kvmesh.transfer.wire import MAX_HELLO_BYTES, PROTOCOL, FrameSocket, open_unix
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 15.0
+_BY_REASON: dict[str, type[KvmeshError]] = {
+    cls.reason: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KvmeshError)
+}
 
 
 class SlotResult(NamedTuple):
@@ -56,11 +73,28 @@ class SidecarClient:
     """One connection to the sidecar, which is this engine's life there. Lives on one asyncio loop; `notify_ring` is the
     only method that other threads may call."""
 
-    control_address: str
-    sidecar_id: str
-    sidecar_incarnation: int
-    region_infos: list[pb.RegionInfo]
-    transports: list[str]
+    def __init__(self, *, engine_id: str, incarnation: int, layout: KvLayout, on_lost: Callable[[], None]) -> None:
+        """Use `connect`."""
+        self.engine_id = engine_id
+        self.incarnation = incarnation
+        self.layout = layout
+        self.control_address = ""
+        self.sidecar_id = ""
+        self.sidecar_incarnation = 0
+        self.region_infos: list[pb.RegionInfo] = []
+        self.transports: list[str] = []
+        self._loop = asyncio.get_running_loop()
+        self._on_lost = on_lost
+        self._frames: FrameSocket | None = None
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._calls: dict[int, asyncio.Future[pb.SidecarMessage]] = {}
+        self._answers: dict[int, Callable[[pb.SidecarMessage], None]] = {}
+        self._call_ids = itertools.count(1)
+        self._slots: dict[tuple[int, int], SlotHandle] = {}
+        self._transfers: dict[int, TransferHandle] = {}
+        self._writers: Writers = Writers()
+        self._own_writers = True
+        self._closed = False
 
     @classmethod
     async def connect(
@@ -75,9 +109,69 @@ class SidecarClient:
         ring: Region,
         timeout_s: float,
         on_lost: Callable[[], None],
+        writers: Writers | None = None,
     ) -> SidecarClient:
-        """Register this engine. Raises Unavailable (nobody there, busy), DeadlineExceeded, or what the sidecar refuses."""
-        raise NotImplementedError
+        """Register this engine. `regions`: one per layer group (rank 0). `writers` outlasts this sidecar: `SidecarLink`
+        passes it. Raises Unavailable (nobody there), DeadlineExceeded, or what the sidecar refuses."""
+        client = cls(engine_id=engine_id, incarnation=incarnation, layout=layout, on_lost=on_lost)
+        if writers is not None:
+            client._writers.close()
+            client._writers = writers
+            client._own_writers = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                await client._register(path, regions, doorbell, ring, timeout_s)
+        except TimeoutError:
+            client._shut()
+            raise DeadlineExceeded(f"the sidecar did not register this engine within {timeout_s:g} s") from None
+        except BaseException:
+            client._shut()
+            raise
+        return client
+
+    async def _register(
+        self, path: str | Path, regions: Mapping[str, Region], doorbell: Region, ring: Region, timeout_s: float
+    ) -> None:
+        names = [group.name for group in self.layout.groups]
+        if set(names) != set(regions):
+            raise InvalidArgument(f"regions are given for {sorted(regions)}, the layout has {names}")
+        hello = pb.EngineHello(
+            engine_id=self.engine_id,
+            incarnation=self.incarnation,
+            layout=layout_to_proto(self.layout),
+            regions=[pb.RegionInfo(group=name, rank=0, nbytes=regions[name].nbytes) for name in names],
+            doorbell_bytes=doorbell.nbytes,
+            ring_bytes=ring.nbytes,
+            protocol=PROTOCOL,
+            orphan_links=self._writers.links,
+        )
+        sock = await open_unix(path, timeout_s)
+        self._frames = FrameSocket(
+            sock, on_frame=self._on_frame, on_closed=self._on_closed, max_frame=MAX_HELLO_BYTES, max_fds=64
+        )
+        pidfd = open_pidfd()
+        try:
+            fds = [pidfd, doorbell.fd, ring.fd, self._eventfd, *(regions[name].fd for name in names)]
+            answer = await self._call(pb.EngineMessage(hello=hello), fds)
+        finally:
+            os.close(pidfd)
+        if answer.WhichOneof("body") != "hello" or len(answer.hello.region_keys) != len(names):
+            raise DataLoss("the sidecar answered the hello with something else")
+        self.sidecar_id = answer.hello.sidecar_id
+        self.sidecar_incarnation = answer.hello.incarnation
+        self.control_address = answer.hello.control_address
+        self.transports = list(answer.hello.transports)
+        self.region_infos = [
+            pb.RegionInfo(group=name, rank=0, nbytes=regions[name].nbytes, key=key)
+            for name, key in zip(names, answer.hello.region_keys, strict=True)
+        ]
+
+    @property
+    def connected(self) -> bool:
+        """False once the sidecar is lost or `close` was called."""
+        return not self._closed
+
+    # --- destination ---------------------------------------------------------------------------------------------
 
     async def open_slot(
         self,
@@ -88,12 +182,60 @@ class SidecarClient:
         ttl_s: float,
         traceparent: str = "",
     ) -> SlotHandle:
-        """Register an expectation: pages of each group that will be written. Do this before the descriptor leaves."""
-        raise NotImplementedError
+        """Register an expectation: pages of each group that will be written. Do this before the descriptor leaves.
+
+        Raises Overloaded (no slot free), InvalidArgument, Unavailable.
+        """
+        request = pb.OpenSlot(
+            expected_bytes=expected_bytes,
+            request_id=request_id,
+            traceparent=traceparent,
+            ttl_ms=max(1, int(ttl_s * 1000)),
+            groups=groups_to_proto(groups),
+        )
+        made: list[SlotHandle] = []
+
+        def on_answer(message: pb.SidecarMessage) -> None:
+            # Before any event of the slot can be read, and also where the caller has been cancelled meanwhile.
+            if message.WhichOneof("body") == "slot_opened":
+                opened = message.slot_opened
+                handle = SlotHandle(
+                    opened.slot,
+                    opened.generation,
+                    expected_bytes,
+                    request_id,
+                    self.sidecar_incarnation,
+                    self._loop.create_future(),
+                    self._loop.create_future(),
+                )
+                # An outcome that nobody awaits is no error.
+                handle.completed.add_done_callback(_seen)
+                self._slots[opened.slot, opened.generation] = handle
+                made.append(handle)
+
+        try:
+            await self._call(pb.EngineMessage(open_slot=request), on_answer=on_answer, undo=self._undo_slot)
+        except asyncio.CancelledError:
+            if made:
+                self._close(made[0], "the caller was cancelled")
+            raise
+        if not made:
+            raise DataLoss("the sidecar answered open_slot with something else")
+        return made[0]
 
     async def close_slot(self, handle: SlotHandle, reason: str) -> None:
         """Give a slot up: `completed` raises at once, `drained` resolves later. Idempotent."""
-        raise NotImplementedError
+        self._close(handle, reason)
+
+    def _close(self, handle: SlotHandle, reason: str) -> None:
+        if self._slots.get((handle.slot, handle.generation)) is not handle:
+            return
+        if not handle.completed.done():
+            handle.completed.set_exception(TransferFailed(f"closed: {reason}"))
+        close = pb.CloseSlot(slot=handle.slot, generation=handle.generation, reason=reason)
+        self._send(pb.EngineMessage(close_slot=close))
+
+    # --- source --------------------------------------------------------------------------------------------------
 
     async def start_transfer(
         self,
@@ -103,22 +245,211 @@ class SidecarClient:
         ready_pages: int,
         traceparent: str = "",
     ) -> TransferHandle:
-        """Begin to send `pages` (pages[group][0] is block descriptor.first_block). The first `ready_pages` leave at once,
-        all layers; the others with step records or `send_pages`. Raises KvmeshError when refused."""
-        raise NotImplementedError
+        """Begin to send `pages` (pages[group][0] is block descriptor.first_block). The first `ready_pages` leave at
+        once, all layers; the others with step records or `send_pages`. Raises KvmeshError when refused; nothing of
+        the pages is in use then. Cancelled, it cancels the transfer."""
+        request = pb.StartTransfer(
+            descriptor=descriptor, pages=groups_to_proto(pages), ready_pages=ready_pages, traceparent=traceparent
+        )
+        made: list[TransferHandle] = []
+
+        def on_answer(message: pb.SidecarMessage) -> None:
+            if message.WhichOneof("body") == "transfer_accepted":
+                accepted = message.transfer_accepted
+                handle = TransferHandle(accepted.transfer_id, accepted.transport, self._loop.create_future())
+                handle.done.add_done_callback(_seen)
+                self._transfers[handle.transfer_id] = handle
+                made.append(handle)
+
+        try:
+            await self._call(pb.EngineMessage(start_transfer=request), on_answer=on_answer, undo=self._undo_transfer)
+        except asyncio.CancelledError:
+            if made:
+                await self.cancel_transfer(made[0], "the caller was cancelled")
+            raise
+        if not made:
+            raise DataLoss("the sidecar answered start_transfer with something else")
+        return made[0]
 
     def send_pages(self, handle: TransferHandle, first: int, count: int) -> None:
         """Pages [first, first + count) of the transfer's list are complete in all layers: send them."""
-        raise NotImplementedError
+        pages = pb.SendPages(transfer_id=handle.transfer_id, first=first, count=count)
+        self._send(pb.EngineMessage(send_pages=pages))
 
     async def cancel_transfer(self, handle: TransferHandle, reason: str) -> None:
         """Stop sending; `handle.done` raises TransferFailed once drained. Idempotent."""
-        raise NotImplementedError
+        if handle.transfer_id in self._transfers:
+            cancel = pb.CancelTransfer(transfer_id=handle.transfer_id, reason=reason)
+            self._send(pb.EngineMessage(cancel_transfer=cancel))
 
     def notify_ring(self) -> None:
-        """Wake the sidecar's watcher: call it after publishing a step record (any thread, no wait, never raises)."""
-        raise NotImplementedError
+        """Wake the sidecar's watcher: call it after publishing a step record, and after each layer where latency
+        matters (any thread, one system call, never waits, never raises)."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._eventfd, 1)
+
+    # --- life ----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """End this engine's life at the sidecar. Idempotent; `on_lost` is not called."""
-        raise NotImplementedError
+        """End this engine's life at the sidecar: everything open fails. Idempotent; `on_lost` is not called."""
+        if not self._closed:
+            self._end(Unavailable("this engine has left its sidecar"))
+
+    def _shut(self) -> None:
+        self._closed = True
+        if self._frames is not None:
+            self._frames.close()
+        if self._eventfd >= 0:
+            os.close(self._eventfd)
+            self._eventfd = -1
+        if self._own_writers and not self._slots:
+            self._writers.close()
+
+    def _end(self, error: KvmeshError) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        self._calls.clear()
+        for transfer in self._transfers.values():
+            # The sidecar only reads our pages; gone, or with the connection closed, it fences before anything else.
+            if not transfer.done.done():
+                transfer.done.set_exception(TransferFailed(error.message))
+        self._transfers.clear()
+        slots, self._slots = self._slots, {}
+        for handle in slots.values():
+            if not handle.completed.done():
+                handle.completed.set_exception(TransferFailed(error.message))
+            self._writers.when_gone(lambda handle=handle: _resolve(handle.drained))  # type: ignore[misc]
+        self._slots.clear()
+        self._shut()
+
+    def _on_closed(self, error: KvmeshError | None) -> None:
+        if self._closed:
+            return
+        self._end(Unavailable(f"the sidecar is lost: {error.message if error is not None else 'end of file'}"))
+        self._on_lost()
+
+    # --- messages ------------------------------------------------------------------------------------------------
+
+    def _send(self, message: pb.EngineMessage, fds: Sequence[int] = ()) -> None:
+        if self._frames is not None and not self._closed:
+            self._frames.send(message, fds)
+
+    async def _call(
+        self,
+        message: pb.EngineMessage,
+        fds: Sequence[int] = (),
+        *,
+        on_answer: Callable[[pb.SidecarMessage], None] | None = None,
+        undo: Callable[[pb.SidecarMessage], None] | None = None,
+    ) -> pb.SidecarMessage:
+        """One request and its answer. `undo` gets an answer that comes when nobody waits any more."""
+        if self._closed:
+            raise Unavailable("the sidecar is lost")
+        call_id = next(self._call_ids)
+        message.call_id = call_id
+        future: asyncio.Future[pb.SidecarMessage] = self._loop.create_future()
+
+        def settle(answer: pb.SidecarMessage) -> None:
+            if future.done():
+                if undo is not None:
+                    undo(answer)
+            else:
+                if on_answer is not None:
+                    on_answer(answer)
+                future.set_result(answer)
+
+        self._answers[call_id] = settle
+        self._calls[call_id] = future
+        try:
+            self._send(message, fds)
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                answer = await future
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer from the sidecar within {CALL_TIMEOUT_S:g} s") from None
+        finally:
+            self._calls.pop(call_id, None)
+        if answer.WhichOneof("body") == "refused":
+            cls = _BY_REASON.get(answer.refused.reason, Unavailable)
+            raise cls(answer.refused.message)
+        return answer
+
+    def _undo_slot(self, answer: pb.SidecarMessage) -> None:
+        if answer.WhichOneof("body") == "slot_opened":
+            opened = answer.slot_opened
+            close = pb.CloseSlot(slot=opened.slot, generation=opened.generation, reason="the caller was cancelled")
+            self._send(pb.EngineMessage(close_slot=close))
+
+    def _undo_transfer(self, answer: pb.SidecarMessage) -> None:
+        if answer.WhichOneof("body") == "transfer_accepted":
+            cancel = pb.CancelTransfer(
+                transfer_id=answer.transfer_accepted.transfer_id, reason="the caller was cancelled"
+            )
+            self._send(pb.EngineMessage(cancel_transfer=cancel))
+
+    def _on_frame(self, body: bytes) -> None:
+        try:
+            message = pb.SidecarMessage.FromString(body)
+        except DecodeError:
+            raise DataLoss("the sidecar sent something that is no message") from None
+        if message.call_id:
+            settle = self._answers.pop(message.call_id, None)
+            if settle is not None:
+                settle(message)
+            return
+        kind = message.WhichOneof("body")
+        if kind == "slot_complete":
+            self._slot_complete(message.slot_complete)
+        elif kind == "slot_failed":
+            failed = message.slot_failed
+            handle = self._slots.get((failed.slot, failed.generation))
+            if handle is not None and not handle.completed.done():
+                handle.completed.set_exception(TransferFailed(failed.reason))
+        elif kind == "slot_drained":
+            drained = message.slot_drained
+            handle = self._slots.pop((drained.slot, drained.generation), None)
+            if handle is not None:
+                if not handle.completed.done():
+                    handle.completed.set_exception(TransferFailed("drained"))
+                _resolve(handle.drained)
+        elif kind == "transfer_done":
+            transfer = self._transfers.pop(message.transfer_done.transfer_id, None)
+            if transfer is not None and not transfer.done.done():
+                transfer.done.set_result(message.transfer_done.bytes)
+        elif kind == "transfer_failed":
+            transfer = self._transfers.pop(message.transfer_failed.transfer_id, None)
+            if transfer is not None and not transfer.done.done():
+                transfer.done.set_exception(TransferFailed(message.transfer_failed.reason))
+        elif kind == "writer_joined":
+            self._writer_joined(message.writer_joined.link_id)
+        elif kind == "writer_gone":
+            self._writers.gone(message.writer_gone.link_id)
+
+    def _slot_complete(self, complete: pb.SlotComplete) -> None:
+        handle = self._slots.pop((complete.slot, complete.generation), None)
+        if handle is None:
+            return
+        if not handle.completed.done():
+            handle.completed.set_result(SlotResult(complete.bytes, complete.transport, complete.elapsed_ms))
+        # Closed by us while the last bytes landed: nothing can land any more either way.
+        _resolve(handle.drained)
+
+    def _writer_joined(self, link_id: int) -> None:
+        assert self._frames is not None
+        (pidfd,) = self._frames.take_fds(1)
+        try:
+            check_pidfd(pidfd)
+        except InvalidArgument:
+            close_fds([pidfd])
+            raise
+        self._writers.joined(link_id, pidfd)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _seen(future: asyncio.Future[SlotResult] | asyncio.Future[int]) -> None:
+    if not future.cancelled():
+        future.exception()

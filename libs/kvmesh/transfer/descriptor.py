@@ -1,18 +1,21 @@
-"""Descriptors and layouts as protos: built by the destination, checked by the source before anything is sized by them.
-
-STUB with the final signatures; the body follows.
-"""
+"""Descriptors and layouts as protos: built by the destination, checked by the source before they size anything."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvmesh.kv.layout import KvLayout
+from kvmesh.errors import InvalidArgument, TooLarge
+from kvmesh.kv.layout import MAX_GROUPS, MAX_LAYERS, KvGroup, KvLayout
+from kvmesh.kv.planner import expected_bytes
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
+from kvmesh.transfer.immediate import GENERATIONS, MAX_SLOTS
 
 DESCRIPTOR_VERSION = 1
+MAX_ID_CHARS = 256
+_ADDRESS = re.compile(r"(unix:.{1,200}|.{1,255}:\d{1,5})", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class DescriptorLimits:
 
     max_bytes: int = 8 << 20
     max_pages: int = 1 << 20
-    max_groups: int = 64
+    max_groups: int = MAX_GROUPS
 
 
 class Sidecar(Protocol):
@@ -46,17 +49,88 @@ class Slot(Protocol):
 
 def layout_to_proto(layout: KvLayout) -> pb.Layout:
     """Layout with its fingerprint."""
-    raise NotImplementedError
+    return pb.Layout(
+        version=layout.version,
+        dtype=layout.dtype,
+        page_size=layout.page_size,
+        num_pages=layout.num_pages,
+        tp=layout.tp,
+        groups=[
+            pb.LayerGroup(
+                name=group.name, kind=group.kind, layers=group.layers, kv_heads=group.kv_heads, head_dim=group.head_dim
+            )
+            for group in layout.groups
+        ],
+        fingerprint=layout.fingerprint(),
+    )
 
 
 def layout_from_proto(message: pb.Layout) -> KvLayout:
     """Checked layout; raises InvalidArgument, also where the fingerprint does not belong to the fields."""
-    raise NotImplementedError
+    if len(message.groups) > MAX_GROUPS or any(len(group.layers) > MAX_LAYERS for group in message.groups):
+        raise InvalidArgument("layout: too many groups or layers")
+    layout = KvLayout(
+        version=message.version,
+        dtype=message.dtype,
+        page_size=message.page_size,
+        num_pages=message.num_pages,
+        tp=message.tp,
+        groups=tuple(
+            KvGroup(
+                name=group.name,
+                kind=group.kind,
+                layers=tuple(group.layers),
+                kv_heads=group.kv_heads,
+                head_dim=group.head_dim,
+            )
+            for group in message.groups
+        ),
+    )
+    if message.fingerprint != layout.fingerprint():
+        raise InvalidArgument("layout: the fingerprint does not belong to the fields")
+    return layout
 
 
-def slot_bytes(layout: KvLayout, groups: Mapping[str, Sequence[int]]) -> int:
-    """Bytes that the destination counts for these pages, all layers and ranks: `expected_bytes` of `open_slot`."""
-    raise NotImplementedError
+def check_layouts_match(here: KvLayout, there: KvLayout) -> None:
+    """Raises InvalidArgument where pages of one cannot be written into the other."""
+    if here.fingerprint() != there.fingerprint():
+        raise InvalidArgument(
+            f"kv layouts do not match: {here.dtype}, page {here.page_size}, {here.num_layers} layers here; "
+            f"{there.dtype}, page {there.page_size}, {there.num_layers} layers there"
+        )
+
+
+def slot_bytes(layout: KvLayout, groups: Mapping[str, Sequence[int]], source: KvLayout | None = None) -> int:
+    """Bytes that the destination counts for these pages, all layers and ranks: `expected_bytes` of `open_slot`.
+
+    `source`: the source's layout where it is known to differ in tp.
+    """
+    return sum(int(expected_bytes(source or layout, layout, pages, group=name).sum()) for name, pages in groups.items())
+
+
+def groups_to_proto(groups: Mapping[str, Sequence[int]]) -> list[pb.GroupPages]:
+    """Page lists, in the mapping's order."""
+    return [pb.GroupPages(group=name, pages=pages) for name, pages in groups.items()]
+
+
+def groups_from_proto(message: Sequence[pb.GroupPages], layout: KvLayout, max_pages: int) -> dict[str, list[int]]:
+    """Checked page lists: known groups, named once, pages inside the pool and named once. Raises InvalidArgument."""
+    if len(message) > len(layout.groups):
+        raise InvalidArgument(f"groups: {len(message)} page lists for {len(layout.groups)} groups")
+    groups: dict[str, list[int]] = {}
+    for entry in message:
+        group = layout.group(entry.group)
+        if group.name in groups:
+            raise InvalidArgument(f"groups: {group.name!r} is named twice")
+        if len(entry.pages) > max_pages:
+            raise InvalidArgument(f"groups: {len(entry.pages)} pages of {group.name!r}, at most {max_pages}")
+        pages = list(entry.pages)
+        if pages and max(pages) >= layout.num_pages:
+            raise InvalidArgument(f"groups: page {max(pages)} of {group.name!r} is not in a pool of {layout.num_pages}")
+        if len(set(pages)) != len(pages):
+            raise InvalidArgument(f"groups: a page of {group.name!r} is named twice")
+        groups[group.name] = pages
+    return groups
 
 
 def build_descriptor(
@@ -70,10 +144,76 @@ def build_descriptor(
 ) -> pb.Descriptor:
     """The descriptor that goes into Prefill.Run. `groups`: the destination's pages from block `first_block` on;
     `num_tokens`: KV is wanted for tokens [first_block * page_size, num_tokens)."""
-    raise NotImplementedError
+    return pb.Descriptor(
+        version=DESCRIPTOR_VERSION,
+        engine_id=sidecar.engine_id,
+        incarnation=sidecar.incarnation,
+        control_address=sidecar.control_address,
+        layout=layout_to_proto(sidecar.layout),
+        regions=sidecar.region_infos,
+        groups=groups_to_proto(groups),
+        first_block=first_block,
+        num_tokens=num_tokens,
+        slot=slot.slot,
+        generation=slot.generation,
+        expected_bytes=slot.expected_bytes,
+        traceparent=traceparent,
+        request_id=slot.request_id,
+        sidecar_incarnation=sidecar.sidecar_incarnation,
+    )
 
 
-def check_descriptor(message: pb.Descriptor, limits: DescriptorLimits) -> None:
-    """Raises InvalidArgument naming the field that is wrong. Does not know the source: `SidecarClient.start_transfer`
-    compares layouts."""
-    raise NotImplementedError
+def check_descriptor(message: pb.Descriptor, limits: DescriptorLimits | None = None) -> None:
+    """Raises InvalidArgument (TooLarge for its size) naming the field that is wrong.
+
+    Does not know the source: `SidecarClient.start_transfer` compares layouts.
+    """
+    limits = limits or DescriptorLimits()
+    if message.ByteSize() > limits.max_bytes:
+        raise TooLarge(f"descriptor of {message.ByteSize()} bytes, at most {limits.max_bytes}")
+    if message.version != DESCRIPTOR_VERSION:
+        raise InvalidArgument(f"descriptor: version {message.version} is not known (this is {DESCRIPTOR_VERSION})")
+    for name in ("engine_id", "request_id"):
+        if len(getattr(message, name)) > MAX_ID_CHARS:
+            raise InvalidArgument(f"descriptor: {name} is longer than {MAX_ID_CHARS} characters")
+    if not message.engine_id:
+        raise InvalidArgument("descriptor: engine_id is empty")
+    for name in ("incarnation", "sidecar_incarnation"):
+        if not getattr(message, name):
+            raise InvalidArgument(f"descriptor: {name} is missing")
+    if not _ADDRESS.fullmatch(message.control_address):
+        raise InvalidArgument("descriptor: control_address is not host:port")
+    if message.slot >= MAX_SLOTS:
+        raise InvalidArgument(f"descriptor: slot {message.slot} does not have 12 bits")
+    if message.generation >= GENERATIONS:
+        raise InvalidArgument(f"descriptor: generation {message.generation} does not have 20 bits")
+    if len(message.groups) > limits.max_groups or len(message.regions) > limits.max_groups * 4096:
+        raise InvalidArgument("descriptor: too many groups or regions")
+    layout = layout_from_proto(message.layout)
+    groups = groups_from_proto(message.groups, layout, limits.max_pages)
+    if set(groups) != {group.name for group in layout.groups}:
+        raise InvalidArgument("descriptor: groups must name every group of the layout")
+    _check_regions(message, layout)
+    blocks = layout.pages_for(message.num_tokens) - message.first_block
+    if blocks < 1:
+        raise InvalidArgument(
+            f"descriptor: first_block {message.first_block} leaves nothing of {message.num_tokens} tokens"
+        )
+    for name, pages in groups.items():
+        if len(pages) != blocks:
+            raise InvalidArgument(
+                f"descriptor: {len(pages)} pages of {name!r}, num_tokens and first_block need {blocks}"
+            )
+    need = slot_bytes(layout, groups)
+    if message.expected_bytes != need:
+        raise InvalidArgument(f"descriptor: expected_bytes {message.expected_bytes}, the page lists give {need}")
+
+
+def _check_regions(message: pb.Descriptor, layout: KvLayout) -> None:
+    found = {(region.group, region.rank): region for region in message.regions}
+    wanted = {(group.name, rank) for group in layout.groups for rank in range(layout.tp)}
+    if len(found) != len(message.regions) or set(found) != wanted:
+        raise InvalidArgument("descriptor: regions must be one per group and rank")
+    for (name, _), region in found.items():
+        if region.nbytes < layout.region_bytes(name):
+            raise InvalidArgument(f"descriptor: region {name!r} has {region.nbytes} bytes, its layout needs more")

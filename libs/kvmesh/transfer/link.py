@@ -1,16 +1,21 @@
-"""`SidecarLink`: keeps an engine registered with whichever sidecar listens on its socket.
-
-STUB with the final signatures; the body follows.
-"""
+"""`SidecarLink`: keeps an engine registered with whichever sidecar listens on its socket."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.region import Region
+from kvmesh.rpc import cancel_and_wait
 from kvmesh.transfer.client import SidecarClient
+from kvmesh.transfer.orphans import Writers
+
+log = logging.getLogger(__name__)
+BACKOFF_S = (0.05, 2.0)
 
 
 class SidecarLink:
@@ -18,9 +23,8 @@ class SidecarLink:
 
     Slots of a dead sidecar fail at once (`completed` raises TransferFailed); their `drained` resolves when every
     process that could write into this engine's memory has unmapped it (told through the successor) or exited.
+    on_connected(client) and on_lost() are called on the loop.
     """
-
-    client: SidecarClient | None
 
     def __init__(
         self,
@@ -36,20 +40,99 @@ class SidecarLink:
         on_connected: Callable[[SidecarClient], None] | None = None,
         on_lost: Callable[[], None] | None = None,
     ) -> None:
-        raise NotImplementedError
+        self.client: SidecarClient | None = None
+        self.error = ""
+        self._path = path
+        self._engine_id = engine_id
+        self._incarnation = incarnation
+        self._layout = layout
+        self._regions = regions
+        self._doorbell = doorbell
+        self._ring = ring
+        self._timeout_s = connect_timeout_s
+        self._on_connected = on_connected
+        self._on_lost = on_lost
+        self._writers = Writers()
+        self._connected = asyncio.Event()
+        self._lost = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
 
     def start(self) -> None:
-        """Begin connecting in the background."""
-        raise NotImplementedError
+        """Begin connecting in the background. Idempotent."""
+        if self._task is None and not self._closed:
+            self._task = asyncio.create_task(self._run(), name="sidecar-link")
 
     async def wait_connected(self, timeout_s: float) -> SidecarClient:
         """The client, once there is one. Raises Unavailable after `timeout_s`."""
-        raise NotImplementedError
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.client is None:
+                    await self._connected.wait()
+                return self.client
+        except TimeoutError:
+            why = f": {self.error}" if self.error else ""
+            raise Unavailable(f"no sidecar on {self._path} within {timeout_s:g} s{why}") from None
 
     def notify_ring(self) -> None:
         """`SidecarClient.notify_ring` of the present client, or nothing (any thread)."""
-        raise NotImplementedError
+        client = self.client
+        if client is not None:
+            client.notify_ring()
 
     async def close(self) -> None:
         """Stop and disconnect. Idempotent."""
-        raise NotImplementedError
+        self._closed = True
+        await cancel_and_wait(self._task)
+        client, self.client = self.client, None
+        self._connected.clear()
+        if client is not None:
+            await client.close()
+        self._writers.close()
+
+    async def _run(self) -> None:
+        delay = BACKOFF_S[0]
+        while True:
+            try:
+                client = await SidecarClient.connect(
+                    self._path,
+                    engine_id=self._engine_id,
+                    incarnation=self._incarnation,
+                    layout=self._layout,
+                    regions=self._regions,
+                    doorbell=self._doorbell,
+                    ring=self._ring,
+                    timeout_s=self._timeout_s,
+                    on_lost=self._on_client_lost,
+                    writers=self._writers,
+                )
+            except KvmeshError as error:
+                if error.message != self.error:
+                    log.warning("no sidecar yet: %s", error.message)
+                self.error = error.message
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, BACKOFF_S[1])
+                continue
+            delay = BACKOFF_S[0]
+            self.error = ""
+            self._lost.clear()
+            self.client = client
+            if not client.connected:
+                # Lost between its hello and this line.
+                self._on_client_lost()
+                continue
+            log.info("registered with sidecar %s (%s)", client.sidecar_id, ", ".join(client.transports))
+            self._connected.set()
+            if self._on_connected is not None:
+                self._on_connected(client)
+            await self._lost.wait()
+
+    def _on_client_lost(self) -> None:
+        if self.client is None:
+            return
+        self.client = None
+        self._connected.clear()
+        self._lost.set()
+        log.warning("the sidecar is lost")
+        if self._on_lost is not None:
+            self._on_lost()

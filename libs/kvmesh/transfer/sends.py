@@ -1,0 +1,344 @@
+"""The writer's transfers: which pages may leave, what has been posted, when nothing is in flight. Pure: no clock, no
+thread, no socket; the mover (or a test) drives it and an `Outbound` does the moving.
+
+    running ──all bytes written──▶ done
+       │ cancel, abort, a failed write, the link breaks
+       ▼
+    stopping ──nothing outstanding──▶ drained
+
+A page of a transfer is claimed once, by a step record, by `send_pages` or as ready at the start, and is posted once per
+layer: nothing is ever posted again within a generation.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from kvmesh.errors import InvalidArgument, KvmeshError
+from kvmesh.kv.layout import KvLayout
+from kvmesh.kv.planner import Column, plan
+from kvmesh.kv.ring import StepRecord
+from kvmesh.transfer.transports.base import Completion, Outbound, Write
+
+# A longer run would keep a cancel waiting, and other transfers of the same thread.
+MAX_RUN_BYTES = 1 << 20
+
+
+class SendState(enum.Enum):
+    RUNNING = "running"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+@dataclass(slots=True, eq=False)
+class Send:
+    """One transfer. pages: per group, source and destination page numbers; equal lengths over all groups.
+
+    src_region, dst_region: (group, rank) to the region's index at either end. expected: bytes of the whole plan.
+    """
+
+    transfer_id: int
+    immediate: int
+    outbound: Outbound
+    src_layout: KvLayout
+    dst_layout: KvLayout
+    src_pages: Mapping[str, Sequence[int]]
+    dst_pages: Mapping[str, Sequence[int]]
+    src_region: Mapping[tuple[str, int], int]
+    dst_region: Mapping[tuple[str, int], int]
+    expected: int
+    context: object = None
+    state: SendState = SendState.RUNNING
+    reason: str = ""
+    by_peer: bool = False
+    outstanding: int = 0
+    written: int = 0
+    claimed: bytearray = field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        counts = {len(pages) for pages in (*self.src_pages.values(), *self.dst_pages.values())}
+        if len(counts) != 1 or self.src_pages.keys() != self.dst_pages.keys():
+            raise InvalidArgument("a transfer needs page lists of one length for every group")
+        self.claimed = bytearray(counts.pop())
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.claimed)
+
+
+class SendDone(NamedTuple):
+    """Every byte is written and every write has completed."""
+
+    send: Send
+
+
+class SendDrained(NamedTuple):
+    """Stopped (send.reason, by_peer where the destination asked); nothing is in flight any more."""
+
+    send: Send
+
+
+SendEvent = SendDone | SendDrained
+
+
+@dataclass(slots=True, eq=False)
+class _Rows:
+    """Runs of a claim for layer_index 0 of one group and rank pair."""
+
+    src_region: int
+    dst_region: int
+    src: Column
+    dst: Column
+    length: Column
+    nbytes: int
+    src_stride: int
+    dst_stride: int
+    layers: int
+
+
+@dataclass(slots=True, eq=False)
+class _Claim:
+    send: Send
+    rows: dict[str, list[_Rows]]
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    first_value: int
+    claims: list[_Claim]
+    num_layers: int
+    next_layer: int = 0
+
+
+class SendTable:
+    """All transfers of one engine's life. `events()` tells what has ended."""
+
+    def __init__(self, layout: KvLayout) -> None:
+        self._layout = layout
+        # Step layer l is the l-th layer of the model that has KV.
+        self._places = [layout.locate(layer) for layer in sorted(x for group in layout.groups for x in group.layers)]
+        self._sends: dict[int, Send] = {}
+        self._writes: dict[int, Send] = {}
+        self._contexts = itertools.count(1)
+        self._records: deque[_Record] = deque()
+        self._events: list[SendEvent] = []
+        self.writes_posted = 0
+        # Completions of writes that are not outstanding: duplicates.
+        self.stray_completions = 0
+        # Entries of step records whose transfer is over.
+        self.stale_entries = 0
+
+    def __len__(self) -> int:
+        return len(self._sends)
+
+    def __iter__(self) -> Iterator[Send]:
+        return iter(list(self._sends.values()))
+
+    def get(self, transfer_id: int) -> Send | None:
+        """The transfer while it is not over."""
+        return self._sends.get(transfer_id)
+
+    def events(self) -> list[SendEvent]:
+        """What has ended since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def awaiting_doorbell(self) -> int | None:
+        """The doorbell value that releases the next layer, None while no record is outstanding."""
+        return self._records[0].first_value + self._records[0].next_layer if self._records else None
+
+    @property
+    def awaiting_pages(self) -> bool:
+        """True while a running transfer has pages that nothing has claimed yet."""
+        return any(send.state is SendState.RUNNING and not all(send.claimed) for send in self._sends.values())
+
+    def start(self, send: Send, ready_pages: int) -> None:
+        """Take a transfer up; its first `ready_pages` pages leave at once. Raises InvalidArgument."""
+        if send.transfer_id in self._sends:
+            raise InvalidArgument(f"transfer {send.transfer_id} runs already")
+        if not 0 <= ready_pages <= send.num_pages:
+            raise InvalidArgument(f"ready_pages {ready_pages} of {send.num_pages} pages")
+        self._sends[send.transfer_id] = send
+        self.pages_ready(send.transfer_id, 0, ready_pages)
+
+    def pages_ready(self, transfer_id: int, first: int, count: int) -> None:
+        """Pages [first, first + count) are complete in all layers: post them."""
+        send = self._sends.get(transfer_id)
+        if send is None or send.state is not SendState.RUNNING:
+            self.stale_entries += 1
+            return
+        if count == 0:
+            return
+        claim = self._claim(send, first, count)
+        if claim is None:
+            return
+        for rows_of_group in claim.rows.values():
+            for rows in rows_of_group:
+                layers = np.arange(rows.layers, dtype=np.int64)
+                src = (layers[:, None] * rows.src_stride + rows.src).ravel()
+                dst = (layers[:, None] * rows.dst_stride + rows.dst).ravel()
+                self._post(send, rows, src, dst, np.tile(rows.length, rows.layers), rows.nbytes * rows.layers)
+
+    def record(self, record: StepRecord) -> None:
+        """A step record of the engine; its layers leave as the doorbell reaches them (`advance`)."""
+        claims: list[_Claim] = []
+        for entry in record.entries:
+            send = self._sends.get(entry.transfer_id)
+            if send is None or send.state is not SendState.RUNNING:
+                self.stale_entries += 1
+                continue
+            if record.num_layers != len(self._places):
+                self.stop(entry.transfer_id, f"a step of {record.num_layers} layers, the model has {len(self._places)}")
+                continue
+            claim = self._claim(send, entry.first_page, entry.num_pages)
+            if claim is not None:
+                claims.append(claim)
+        if claims:
+            self._records.append(_Record(record.first_value, claims, record.num_layers))
+
+    def advance(self, doorbell: int) -> bool:
+        """Post every layer that the doorbell has reached; True where something was posted."""
+        posted = False
+        while self._records:
+            record = self._records[0]
+            reached = min(record.num_layers, doorbell - record.first_value + 1)
+            for layer in range(record.next_layer, reached):
+                group, index = self._places[layer]
+                for claim in record.claims:
+                    for rows in claim.rows[group.name]:
+                        if claim.send.state is SendState.RUNNING:
+                            src, dst = rows.src + index * rows.src_stride, rows.dst + index * rows.dst_stride
+                            self._post(claim.send, rows, src, dst, rows.length, rows.nbytes)
+                            posted = True
+            record.next_layer = max(record.next_layer, reached)
+            if record.next_layer < record.num_layers:
+                break
+            self._records.popleft()
+        return posted
+
+    def complete(self, completion: Completion) -> None:
+        """A write has ended at its outbound."""
+        send = self._writes.pop(completion.context, None)
+        if send is None:
+            self.stray_completions += 1
+            return
+        send.outstanding -= 1
+        if completion.error:
+            self._stop(send, completion.error, by_peer=False)
+        else:
+            send.written += completion.nbytes
+        self._settle(send)
+
+    def stop(self, transfer_id: int, reason: str, *, by_peer: bool = False) -> bool:
+        """Stop a transfer; SendDrained follows. False where it is not there (over, or never was)."""
+        send = self._sends.get(transfer_id)
+        if send is None:
+            return False
+        self._stop(send, reason, by_peer=by_peer)
+        self._settle(send)
+        return True
+
+    def stop_link(self, outbound: Outbound, reason: str) -> None:
+        """Stop every transfer of a link."""
+        self._stop_where(lambda send: send.outbound is outbound, reason)
+
+    def stop_all(self, reason: str) -> None:
+        """Stop every transfer."""
+        self._stop_where(lambda send: True, reason)
+
+    def _stop_where(self, chosen: Callable[[Send], bool], reason: str) -> None:
+        for send in self:
+            if chosen(send):
+                self.stop(send.transfer_id, reason)
+
+    def _claim(self, send: Send, first: int, count: int) -> _Claim | None:
+        """Take pages for sending, once. A claim that cannot be is a fault of the engine's: the generation fails."""
+        if first + count > send.num_pages or count < 1:
+            self.stop(send.transfer_id, f"pages [{first}, +{count}) of a list of {send.num_pages}")
+            return None
+        if any(send.claimed[first : first + count]):
+            self.stop(send.transfer_id, f"a page of [{first}, +{count}) was named before")
+            return None
+        try:
+            rows = {name: self._rows(send, name, first, count) for name in send.src_pages}
+        except KvmeshError as error:
+            self.stop(send.transfer_id, error.message)
+            return None
+        send.claimed[first : first + count] = b"\1" * count
+        return _Claim(send, rows)
+
+    def _rows(self, send: Send, name: str, first: int, count: int) -> list[_Rows]:
+        rows = plan(
+            send.src_layout,
+            send.dst_layout,
+            send.src_pages[name][first : first + count],
+            send.dst_pages[name][first : first + count],
+            group=name,
+            replica_draw=send.transfer_id,
+            max_message=MAX_RUN_BYTES,
+        )
+        pairs = sorted(set(zip(rows.src_rank.tolist(), rows.dst_rank.tolist(), strict=True)))
+        result = []
+        for src_rank, dst_rank in pairs:
+            chosen = (rows.src_rank == src_rank) & (rows.dst_rank == dst_rank)
+            length = rows.length[chosen]
+            result.append(
+                _Rows(
+                    src_region=send.src_region[name, src_rank],
+                    dst_region=send.dst_region[name, dst_rank],
+                    src=rows.src_offset[chosen],
+                    dst=rows.dst_offset[chosen],
+                    length=length,
+                    nbytes=int(length.sum()),
+                    src_stride=send.src_layout.layer_stride(name),
+                    dst_stride=send.dst_layout.layer_stride(name),
+                    layers=send.src_layout.group(name).num_layers,
+                )
+            )
+        return result
+
+    def _post(self, send: Send, rows: _Rows, src: Column, dst: Column, length: Column, nbytes: int) -> None:
+        context = next(self._contexts)
+        self._writes[context] = send
+        send.outstanding += 1
+        self.writes_posted += len(length)
+        send.outbound.post(
+            Write(
+                context,
+                send.immediate,
+                rows.src_region,
+                rows.dst_region,
+                src.tolist(),
+                dst.tolist(),
+                length.tolist(),
+                nbytes,
+            )
+        )
+
+    def _stop(self, send: Send, reason: str, *, by_peer: bool) -> None:
+        if send.state is SendState.RUNNING:
+            send.state = SendState.STOPPING
+            send.reason = reason
+            send.outbound.flush(send.immediate)
+        # An abort that crosses our own stop still wants its answer.
+        send.by_peer = send.by_peer or by_peer
+
+    def _settle(self, send: Send) -> None:
+        if send.outstanding or send.state is SendState.OVER:
+            return
+        if send.state is SendState.STOPPING:
+            self._events.append(SendDrained(send))
+        elif send.written == send.expected:
+            self._events.append(SendDone(send))
+        else:
+            return
+        send.state = SendState.OVER
+        del self._sends[send.transfer_id]

@@ -1,0 +1,538 @@
+"""The engine's Unix socket: one engine at a time, whose life is the connection.
+
+`EngineSession` is one engine's life: its memory, its slots, its transfers. `EngineServer` lets the next engine in only
+once the last one's session has been torn down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from opentelemetry.trace import Span
+
+from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, Unavailable
+from kvmesh.kv.fds import close_fds
+from kvmesh.kv.pidfd import check_pidfd
+from kvmesh.kv.region import Region
+from kvmesh.proto.v1 import kvtransfer_pb2 as pb
+from kvmesh.rpc import BackgroundTasks
+from kvmesh.telemetry import metrics, names, tracing
+from kvmesh.transfer.descriptor import (
+    MAX_ID_CHARS,
+    DescriptorLimits,
+    check_descriptor,
+    check_layouts_match,
+    groups_from_proto,
+    layout_from_proto,
+    slot_bytes,
+)
+from kvmesh.transfer.immediate import GENERATIONS, pack
+from kvmesh.transfer.sends import Send, SendDone, SendEvent, SendTable
+from kvmesh.transfer.sidecar.outgoing import OutTransfer
+from kvmesh.transfer.slots import AskDrain, Completed, Drained, Event, Failed, Slot, SlotTable
+from kvmesh.transfer.transports.base import EngineMemory, GrantedPages
+from kvmesh.transfer.transports.shm import listen_unix
+from kvmesh.transfer.watcher import RingWatcher
+from kvmesh.transfer.wire import MAX_HELLO_BYTES, PROTOCOL, FrameSocket
+
+if TYPE_CHECKING:
+    from kvmesh.transfer.sidecar.sidecar import Sidecar
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 5.0
+FIXED_FDS = 4
+MAX_REGIONS = 64
+MAX_TTL_MS = 24 * 3600 * 1000
+MAX_STARTING = 1024
+MAX_ORPHANS = 4096
+
+
+@dataclass(slots=True, eq=False)
+class SlotContext:
+    """What the sidecar keeps with a slot."""
+
+    groups: dict[str, list[int]]
+    request_id: str
+    span: Span
+
+
+@dataclass(slots=True)
+class Counters:
+    """Of one engine's life; slots have their own."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    heartbeat_failures: int = 0
+    fences: int = 0
+
+
+class EngineSession:
+    """One engine's life. Lives on the loop."""
+
+    def __init__(self, sidecar: Sidecar, frames: FrameSocket, memory: EngineMemory, sends: SendTable) -> None:
+        self.sidecar = sidecar
+        self.memory = memory
+        self.sends = sends
+        self.slots = SlotTable(sidecar.options.max_slots, first_generation=secrets.randbelow(GENERATIONS))
+        self.counters = Counters()
+        self.ending = False
+        self._frames = frames
+        self._tasks = BackgroundTasks()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._starting = 0
+        # High bits differ between sidecars: a ring may still hold records for a predecessor's transfers.
+        self._next_transfer = secrets.randbits(31) << 32
+
+    # --- from the engine -----------------------------------------------------------------------------------------
+
+    def on_frame(self, body: bytes) -> None:
+        """One message. Raises KvmeshError for what ends the connection; refuses by name what does not."""
+        message = pb.EngineMessage.FromString(body)
+        kind = message.WhichOneof("body")
+        try:
+            if kind == "open_slot":
+                self._open_slot(message.call_id, message.open_slot)
+            elif kind == "close_slot":
+                close = message.close_slot
+                self.apply(self.slots.close(close.slot, close.generation, close.reason[:500] or "closed"))
+            elif kind == "start_transfer":
+                if self._starting >= MAX_STARTING:
+                    raise Unavailable(f"{MAX_STARTING} transfers are being started already")
+                self._starting += 1
+                self._tasks.spawn(
+                    self._start_transfer(message.call_id, message.start_transfer), name="start", essential=False
+                )
+            elif kind == "send_pages":
+                pages = message.send_pages
+                self.sidecar.mover.pages_ready(pages.transfer_id, pages.first, pages.count)
+            elif kind == "cancel_transfer":
+                cancel = message.cancel_transfer
+                self.sidecar.mover.stop_send(cancel.transfer_id, cancel.reason[:500] or "cancelled")
+            elif kind == "ring":
+                self.sidecar.mover.wake()
+            else:
+                raise InvalidArgument(f"an engine sent {kind or 'nothing that is known'}")
+        except KvmeshError as error:
+            if not message.call_id:
+                raise
+            self._refuse(message.call_id, error)
+
+    def _refuse(self, call_id: int, error: KvmeshError) -> None:
+        log.warning("refused: %s", error.message)
+        refused = pb.Refused(reason=error.reason, message=error.message[:1000])
+        self.tell(pb.SidecarMessage(call_id=call_id, refused=refused))
+
+    def tell(self, message: pb.SidecarMessage, fds: Sequence[int] = ()) -> None:
+        """Send to the engine."""
+        self._frames.send(message, fds)
+
+    def _open_slot(self, call_id: int, request: pb.OpenSlot) -> None:
+        if not call_id:
+            raise InvalidArgument("open_slot needs a call_id")
+        if len(request.request_id) > MAX_ID_CHARS:
+            raise InvalidArgument(f"open_slot: request_id is longer than {MAX_ID_CHARS} characters")
+        if not 1 <= request.ttl_ms <= MAX_TTL_MS:
+            raise InvalidArgument(f"open_slot: ttl_ms must be in 1..{MAX_TTL_MS}, got {request.ttl_ms}")
+        if self.sidecar.draining:
+            raise Unavailable("this sidecar is shutting down")
+        groups = groups_from_proto(request.groups, self.memory.layout, DescriptorLimits().max_pages)
+        need = slot_bytes(self.memory.layout, groups)
+        if request.expected_bytes != need:
+            raise InvalidArgument(f"open_slot: expected_bytes {request.expected_bytes}, the page lists give {need}")
+        span = tracing.start_span(
+            names.SPAN_TRANSFER_RECEIVE,
+            parent=request.traceparent,
+            attributes={names.ATTR_REQUEST_ID: request.request_id},
+        )
+        context = SlotContext(groups, request.request_id, span)
+        try:
+            slot = self.slots.open(need, now=time.monotonic(), ttl_s=request.ttl_ms / 1000, context=context)
+        except KvmeshError as error:
+            tracing.mark_failed(span, type(error).__name__)
+            span.end()
+            raise
+        span.set_attribute(names.ATTR_SLOT, slot.slot)
+        span.set_attribute(names.ATTR_GENERATION, slot.generation)
+        metrics.gauge(names.TRANSFER_SLOTS).labels("open").set(len(self.slots))
+        self.tell(
+            pb.SidecarMessage(call_id=call_id, slot_opened=pb.SlotOpened(slot=slot.slot, generation=slot.generation))
+        )
+        self._schedule_expiry()
+
+    async def _start_transfer(self, call_id: int, request: pb.StartTransfer) -> None:
+        try:
+            transfer = await self._started(request)
+            self.tell(
+                pb.SidecarMessage(
+                    call_id=call_id,
+                    transfer_accepted=pb.TransferAccepted(
+                        transfer_id=transfer.transfer_id, transport=transfer.link.transport
+                    ),
+                )
+            )
+            transfer.accepted = True
+            if transfer.ended is not None:
+                self._tell_end(transfer, transfer.ended)
+        except KvmeshError as error:
+            self._refuse(call_id, error)
+        finally:
+            self._starting -= 1
+
+    async def _started(self, request: pb.StartTransfer) -> OutTransfer:
+        descriptor = request.descriptor
+        if self.sidecar.draining or self.ending:
+            raise Unavailable("this sidecar is shutting down")
+        check_descriptor(descriptor)
+        layout = self.memory.layout
+        target = layout_from_proto(descriptor.layout)
+        check_layouts_match(layout, target)
+        if target.tp != layout.tp:
+            raise InvalidArgument(f"not implemented: unequal tp ({layout.tp} to {target.tp})")
+        src_pages = groups_from_proto(request.pages, layout, DescriptorLimits().max_pages)
+        dst_pages = {entry.group: list(entry.pages) for entry in descriptor.groups}
+        if {name: len(pages) for name, pages in src_pages.items()} != {n: len(p) for n, p in dst_pages.items()}:
+            raise InvalidArgument("start_transfer: pages must name as many pages per group as the descriptor")
+        link = await self.sidecar.outgoing.link(self, descriptor)
+        assert link.outbound is not None
+        assert link.layout is not None
+        keys = {(region.group, region.rank): region.key for region in descriptor.regions}
+        if keys != {(region.group, region.rank): region.key for region in link.regions}:
+            raise InvalidArgument("descriptor: its region keys are not those of the destination's engine")
+        if target.num_pages != link.layout.num_pages:
+            raise InvalidArgument("descriptor: its layout is not that of the destination's engine")
+        self._next_transfer += 1
+        send = Send(
+            transfer_id=self._next_transfer,
+            immediate=pack(descriptor.slot, descriptor.generation),
+            outbound=link.outbound,
+            src_layout=layout,
+            dst_layout=link.layout,
+            src_pages=src_pages,
+            dst_pages=dst_pages,
+            src_region={(info.group, info.rank): i for i, info in enumerate(self.memory.infos)},
+            dst_region={(info.group, info.rank): i for i, info in enumerate(link.regions)},
+            expected=descriptor.expected_bytes,
+        )
+        return await self.sidecar.outgoing.start(self, request, send, link)
+
+    # --- to the engine -------------------------------------------------------------------------------------------
+
+    def on_send_events(self, events: list[SendEvent]) -> None:
+        """Transfers have ended at the mover."""
+        for event in events:
+            transfer = self.sidecar.outgoing.on_event(event)
+            if transfer is None:
+                continue
+            self.counters.bytes_sent += event.send.written
+            if transfer.accepted:
+                self._tell_end(transfer, event)
+            else:
+                transfer.ended = event
+
+    def _tell_end(self, transfer: OutTransfer, event: SendEvent) -> None:
+        message = pb.SidecarMessage()
+        if isinstance(event, SendDone):
+            message.transfer_done.transfer_id = transfer.transfer_id
+            message.transfer_done.bytes = event.send.written
+            message.transfer_done.transport = transfer.link.transport
+        else:
+            message.transfer_failed.transfer_id = transfer.transfer_id
+            message.transfer_failed.reason = event.send.reason[:1000]
+        self.tell(message)
+
+    def apply(self, events: Sequence[Event]) -> None:
+        """Carry out what the slot table says."""
+        for event in events:
+            slot = event.slot
+            link = self.sidecar.incoming.links.get(slot.peer) if isinstance(slot.peer, int) else None
+            if isinstance(event, AskDrain):
+                if link is not None:
+                    abort = pb.AbortSlot(slot=slot.slot, generation=slot.generation, reason=slot.reason[:500])
+                    link.outbox.put(pb.PeerResponse(abort=abort))
+                continue
+            if link is not None and link.inbound is not None:
+                link.inbound.revoke(slot.immediate)
+            transport = link.transport.name if link is not None else "none"
+            if isinstance(event, Completed):
+                self._complete(slot, transport, event.elapsed_s)
+            elif isinstance(event, Failed):
+                self._fail(slot, transport)
+            elif isinstance(event, Drained):
+                self.tell(pb.SidecarMessage(slot_drained=pb.SlotDrained(slot=slot.slot, generation=slot.generation)))
+        if events:
+            metrics.gauge(names.TRANSFER_SLOTS).labels("open").set(len(self.slots))
+            self._schedule_expiry()
+
+    def _complete(self, slot: Slot, transport: str, elapsed_s: float) -> None:
+        self.tell(
+            pb.SidecarMessage(
+                slot_complete=pb.SlotComplete(
+                    slot=slot.slot,
+                    generation=slot.generation,
+                    bytes=slot.received,
+                    transport=transport,
+                    elapsed_ms=elapsed_s * 1000,
+                )
+            )
+        )
+        metrics.histogram(names.TRANSFER_TIME).labels(transport).observe(elapsed_s)
+        self._end_span(slot, transport, "")
+
+    def _fail(self, slot: Slot, transport: str) -> None:
+        log.warning("slot %d generation %d failed: %s", slot.slot, slot.generation, slot.reason)
+        self.tell(
+            pb.SidecarMessage(
+                slot_failed=pb.SlotFailed(slot=slot.slot, generation=slot.generation, reason=slot.reason[:1000])
+            )
+        )
+        self._end_span(slot, transport, "TransferFailed")
+
+    def _end_span(self, slot: Slot, transport: str, error: str) -> None:
+        assert isinstance(slot.context, SlotContext)
+        span = slot.context.span
+        span.set_attribute(names.ATTR_TRANSPORT, transport)
+        span.set_attribute(names.ATTR_TRANSFER_BYTES, slot.received)
+        if error:
+            tracing.mark_failed(span, error)
+        span.end()
+
+    def granted(self, slot: Slot) -> GrantedPages:
+        """Where a slot's writes may land."""
+        assert isinstance(slot.context, SlotContext)
+        sorted_pages = {name: np.asarray(sorted(pages), dtype=np.int64) for name, pages in slot.context.groups.items()}
+        return GrantedPages({i: sorted_pages[info.group] for i, info in enumerate(self.memory.infos)})
+
+    async def writer_joined(self, link_id: int, hello: pb.PeerHello, pidfd: int) -> None:
+        """Another process gets this engine's memory: the engine must know before."""
+        try:
+            joined = pb.WriterJoined(link_id=link_id, sidecar_id=hello.sidecar_id, engine_id=hello.engine_id)
+            self.tell(pb.SidecarMessage(writer_joined=joined), [pidfd])
+        finally:
+            os.close(pidfd)
+        await self._frames.flush(HELLO_TIMEOUT_S)
+
+    def writer_gone(self, link_id: int, reason: str) -> None:
+        """And it has let go of it."""
+        self.tell(pb.SidecarMessage(writer_gone=pb.WriterGone(link_id=link_id, reason=reason)))
+
+    # --- time ----------------------------------------------------------------------------------------------------
+
+    def _schedule_expiry(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        at = self.slots.next_expiry()
+        if at is not None and not self.ending:
+            self._expiry = asyncio.get_running_loop().call_later(max(0.0, at - time.monotonic()), self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        self.apply(self.slots.expire(time.monotonic()))
+        self._schedule_expiry()
+
+    @property
+    def idle(self) -> bool:
+        """No slot open, no transfer under way."""
+        return not len(self.slots) and not self.sidecar.outgoing.transfers and not self._starting
+
+    async def end(self, reason: str) -> None:
+        """The engine is gone: stop, drain and let go of everything that was its."""
+        self.ending = True
+        if self._expiry is not None:
+            self._expiry.cancel()
+        sidecar = self.sidecar
+        log.info("engine %s is gone (%s)", self.memory.engine_id, reason)
+        await sidecar.outgoing.end_all(self, "the source's engine is gone", sidecar.options.lease_s)
+        await sidecar.incoming.end_all(self, "the destination's engine is gone", sidecar.options.lease_s)
+        await self._tasks.close()
+        for slot in self.slots:
+            # Whoever could write there is fenced, or holds memory that nobody reads any more.
+            self._end_span(slot, "none", "EngineGone")
+        for transport in sidecar.transports.values():
+            transport.deregister()
+        await sidecar.mover.detach()
+        for region in self.memory.regions:
+            region.close()
+        self._frames.close()
+
+
+class EngineServer:
+    """Accepts engines, one life after the other."""
+
+    def __init__(self, sidecar: Sidecar) -> None:
+        self._sidecar = sidecar
+        self._server: socket.socket | None = None
+        self._tasks = BackgroundTasks()
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Listen. Raises FailedPrecondition (taken), OSError."""
+        self._server = listen_unix(self._sidecar.options.engine_socket)
+        asyncio.get_running_loop().add_reader(self._server.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        assert self._server is not None
+        with contextlib.suppress(OSError):
+            sock, _ = self._server.accept()
+            self._tasks.spawn(self._serve(sock), name="engine", essential=False)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """One connection, from its hello to the end of its session."""
+        hello: asyncio.Future[tuple[pb.EngineMessage, list[int]]] = asyncio.get_running_loop().create_future()
+        closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        session: EngineSession | None = None
+
+        def on_frame(body: bytes) -> None:
+            if session is not None:
+                session.on_frame(body)
+                return
+            if hello.done():
+                raise InvalidArgument("more than a hello before its answer")
+            message = pb.EngineMessage.FromString(body)
+            if message.WhichOneof("body") != "hello":
+                raise InvalidArgument("the first message of an engine is its hello")
+            if len(message.hello.regions) > MAX_REGIONS:
+                raise InvalidArgument(f"hello: more than {MAX_REGIONS} regions")
+            hello.set_result((message, frames.take_fds(FIXED_FDS + len(message.hello.regions))))
+
+        def on_closed(error: KvmeshError | None) -> None:
+            if not hello.done():
+                hello.set_exception(error or Unavailable("closed before its hello"))
+            if not closed.done():
+                closed.set_result(error.message if error is not None else "end of file")
+
+        frames = FrameSocket(
+            sock, on_frame=on_frame, on_closed=on_closed, max_frame=MAX_HELLO_BYTES, max_fds=FIXED_FDS + MAX_REGIONS
+        )
+        fds: list[int] = []
+        call_id = 0
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                message, fds = await hello
+            call_id = message.call_id
+            async with self._entering():
+                session = await self._register(frames, message, fds)
+        except (KvmeshError, TimeoutError) as error:
+            text = error.message if isinstance(error, KvmeshError) else f"no hello within {HELLO_TIMEOUT_S:g} s"
+            reason = error.reason if isinstance(error, KvmeshError) else "DEADLINE_EXCEEDED"
+            log.warning("an engine was refused: %s", text)
+            frames.send(pb.SidecarMessage(call_id=call_id, refused=pb.Refused(reason=reason, message=text[:1000])))
+            frames.close()
+            return
+        except BaseException:
+            frames.close()
+            raise
+        finally:
+            close_fds(fds)
+        why = "the sidecar stops"
+        try:
+            why = await closed
+        finally:
+            self._sidecar.engine_ending(session)
+            await session.end(why)
+            self._sidecar.engine_gone(session)
+
+    @contextlib.asynccontextmanager
+    async def _entering(self):  # type: ignore[no-untyped-def]
+        """One hello at a time, and only into an empty place."""
+        async with self._turn:
+            present = self._sidecar.session
+            if present is not None and not present.ending:
+                # The last one's end of file may be in this very turn of the loop.
+                await asyncio.sleep(0.05)
+                present = self._sidecar.session
+            if present is not None and not present.ending:
+                raise FailedPrecondition(f"engine {present.memory.engine_id!r} is registered here")
+            if present is not None:
+                async with asyncio.timeout(4 * self._sidecar.options.lease_s):
+                    await self._sidecar.vacant.wait()
+            if self._sidecar.draining:
+                raise Unavailable("this sidecar is shutting down")
+            yield
+
+    async def _register(self, frames: FrameSocket, message: pb.EngineMessage, fds: list[int]) -> EngineSession:
+        """Take the hello in. What is taken out of `fds` is ours; the rest is closed by the caller."""
+        hello = message.hello
+        if hello.protocol != PROTOCOL:
+            raise FailedPrecondition(f"engine protocol {hello.protocol} is not spoken here (this is {PROTOCOL})")
+        if not 1 <= len(hello.engine_id) <= MAX_ID_CHARS or not hello.incarnation:
+            raise InvalidArgument("hello: engine_id and incarnation are required")
+        if len(hello.orphan_links) > MAX_ORPHANS:
+            raise InvalidArgument(f"hello: more than {MAX_ORPHANS} orphans")
+        layout = layout_from_proto(hello.layout)
+        wanted = {(group.name, rank) for group in layout.groups for rank in range(layout.tp)}
+        if {(r.group, r.rank) for r in hello.regions} != wanted or len(hello.regions) != len(wanted):
+            raise InvalidArgument("hello: regions must be one per group and rank")
+        for info in hello.regions:
+            if info.nbytes != layout.region_bytes(info.group):
+                need = layout.region_bytes(info.group)
+                raise InvalidArgument(f"hello: region {info.group!r} has {info.nbytes} bytes, its layout {need}")
+        check_pidfd(fds[0])
+        opened: list[Region] = []
+        try:
+            doorbell = Region.adopt(fds.pop(1), hello.doorbell_bytes, "doorbell")
+            opened.append(doorbell)
+            ring = Region.adopt(fds.pop(1), hello.ring_bytes, "ring")
+            opened.append(ring)
+            regions = []
+            for info in hello.regions:
+                regions.append(Region.adopt(fds.pop(2), info.nbytes, info.group))
+                opened.append(regions[-1])
+            os.set_blocking(fds[1], False)
+            watcher = RingWatcher(ring, doorbell, os.dup(fds[1]))
+        except BaseException:
+            for region in opened:
+                region.close()
+            raise
+        # The mappings live on in the watcher's views; nothing else needs these two.
+        doorbell.close()
+        ring.close()
+        infos = [
+            pb.RegionInfo(group=i.group, rank=i.rank, nbytes=i.nbytes, key=secrets.randbits(63) | 1)
+            for i in hello.regions
+        ]
+        memory = EngineMemory(hello.engine_id, hello.incarnation, layout, infos, regions)
+        sends = SendTable(layout)
+        session = EngineSession(self._sidecar, frames, memory, sends)
+        for transport in self._sidecar.transports.values():
+            transport.register(memory)
+        await self._sidecar.mover.attach(sends, watcher)
+        frames.restrict(max_fds=0)
+        self._sidecar.engine_joined(session)
+        options = self._sidecar.options
+        frames.send(
+            pb.SidecarMessage(
+                call_id=message.call_id,
+                hello=pb.SidecarHello(
+                    sidecar_id=options.sidecar_id,
+                    incarnation=self._sidecar.incarnation,
+                    control_address=self._sidecar.control_address,
+                    region_keys=[info.key for info in infos],
+                    heartbeat_s=options.heartbeat_s,
+                    lease_s=options.lease_s,
+                    transports=[name for name, t in self._sidecar.transports.items() if t.status[0]],
+                ),
+            )
+        )
+        log.info("engine %s is registered (%d pages)", hello.engine_id, layout.num_pages)
+        return session
+
+    async def close(self) -> None:
+        """Stop listening and end the session."""
+        if self._server is not None:
+            asyncio.get_running_loop().remove_reader(self._server.fileno())
+            self._server.close()
+            self._sidecar.options.engine_socket.unlink(missing_ok=True)
+            self._server = None
+        await self._tasks.close(timeout_s=6 * self._sidecar.options.lease_s)

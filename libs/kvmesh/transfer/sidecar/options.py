@@ -1,0 +1,43 @@
+"""What a sidecar is told, and the transports it makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvmesh.errors import FailedPrecondition
+from kvmesh.rpc import MeshChannel
+from kvmesh.transfer.immediate import MAX_SLOTS
+from kvmesh.transfer.transports.base import Transport
+from kvmesh.transfer.transports.faulty import FakeTransport
+from kvmesh.transfer.transports.shm import ShmTransport
+from kvmesh.transfer.transports.tcp import TcpTransport
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarOptions:
+    """Times in seconds. open_channel: a gRPC channel to another sidecar's control address."""
+
+    sidecar_id: str
+    engine_socket: Path
+    open_channel: Callable[[str], MeshChannel]
+    transports: tuple[str, ...] = ("shm", "tcp")
+    heartbeat_s: float = 1.0
+    lease_s: float = 5.0
+    connect_timeout_s: float = 5.0
+    max_slots: int = MAX_SLOTS
+    tcp_host: str = "127.0.0.1"
+    fake_faults: Path | None = None
+
+
+def make_transport(name: str, options: SidecarOptions) -> Transport:
+    """The transport of that name. Raises FailedPrecondition for one that this build does not have."""
+    beside = options.engine_socket
+    if name == "shm":
+        return ShmTransport(beside.with_name(beside.name + ".shm"))
+    if name == "fake":
+        return FakeTransport(beside.with_name(beside.name + ".fake"), options.fake_faults)
+    if name == "tcp":
+        return TcpTransport(options.tcp_host)
+    raise FailedPrecondition(f"not implemented: transport {name}")
