@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from kvmesh.engine.worker.resolve import resolve_all
+from kvmesh.engine.worker.resolve import resolve
 from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.kv.prefix import CacheEvent
 from kvmesh.proto.v1 import engine_pb2, router_pb2, router_pb2_grpc
@@ -114,6 +114,7 @@ class RouterLinks:
         interval_s: float,
     ) -> None:
         self._targets = list(targets)
+        self._addresses: dict[str, set[str]] = {}
         self._info = info
         self._load = load
         self._open = open_channel
@@ -143,20 +144,35 @@ class RouterLinks:
 
     async def run(self) -> None:
         """Resolve, open and close streams, for ever."""
+        if not self._targets:
+            return
         try:
-            while self._targets:
-                found = await resolve_all(self._targets)
-                if found is not None:
-                    for address in found - set(self._links):
-                        outbox = _Outbox(self.mirror)
-                        task = asyncio.create_task(self._keep(address, outbox), name=f"attach:{address}")
-                        self._links[address] = (task, outbox)
-                    for address in set(self._links) - found:
-                        task, _ = self._links.pop(address)
-                        await cancel_and_wait(task)
-                await asyncio.sleep(RESOLVE_S if self._links else 1.0)
+            while True:
+                complete = await self._resolve()
+                for address in self._known() - set(self._links):
+                    outbox = _Outbox(self.mirror)
+                    task = asyncio.create_task(self._keep(address, outbox), name=f"attach:{address}")
+                    self._links[address] = (task, outbox)
+                for address in set(self._links) - self._known():
+                    task, _ = self._links.pop(address)
+                    await cancel_and_wait(task)
+                await asyncio.sleep(RESOLVE_S if complete else 1.0)
         finally:
             await self.close()
+
+    async def _resolve(self) -> bool:
+        """Look every target up; one that cannot be resolved now keeps its addresses. True when all could be."""
+        complete = True
+        for target in self._targets:
+            found = await resolve(target)
+            if found is None:
+                complete = False
+            else:
+                self._addresses[target] = found
+        return complete
+
+    def _known(self) -> set[str]:
+        return set().union(*self._addresses.values())
 
     async def close(self) -> None:
         """End all streams. Idempotent."""
