@@ -29,7 +29,7 @@ from kvmesh.engine.runner import SamplingParams, StepBatch
 from kvmesh.engine.scripted import ScriptedModel, ScriptedRunner, scripted_output
 from kvmesh.engine.scripted_kv import ScriptedKv
 from kvmesh.errors import Cancelled, FailedPrecondition, KvmeshError
-from kvmesh.kv.ring import DOORBELL_BYTES, Doorbell, StepRing
+from kvmesh.kv.ring import DOORBELL_BYTES, Doorbell, StepRecord, StepRing
 
 BASES = [bytes((7 * i + 3 * base) % 90 + 33 for i in range(200)) for base in range(3)]
 
@@ -95,6 +95,7 @@ class World:
         self.peer = ScriptedKv(self.layout, {"kv": region})
         self._bytes = np.frombuffer(region, np.uint8).reshape(self.layout.num_layers, num_pages, -1)
         self.notified = 0
+        self.records: list[StepRecord] = []
         settings = {"max_model_len": 120, "check_integrity": True, "ring_wait_s": 0.0, **config}
         self.core = EngineCore(
             self.runner,
@@ -357,11 +358,13 @@ class World:
         self.notified += 1
 
     def _serve_ring(self) -> None:
-        """The sidecar: every record whose layers are all rung has its pages sent, exactly once each."""
+        """The sidecar: pages of a record leave as soon as the doorbell says so, however late that is, each once."""
         while (record := self.sidecar_ring.consume()) is not None:
-            if self.doorbell.value < record.first_value + record.num_layers - 1:
-                continue  # a failed step; nobody sends these
-            by_id = {t.transfer_id: t for t in self.tracks.values() if t.transfer_id is not None and not t.released}
+            self.records.append(record)
+        due = [r for r in self.records if self.doorbell.value >= r.first_value + r.num_layers - 1]
+        self.records = [r for r in self.records if r not in due]
+        by_id = {t.transfer_id: t for t in self.tracks.values() if t.transfer_id is not None and not t.released}
+        for record in due:
             for entry in record.entries:
                 track = by_id.get(entry.transfer_id)
                 if track is None:
