@@ -105,7 +105,7 @@ class World:
 
     async def ask(self, *args: Any, **kwargs: Any) -> list[pb.GenerateEvent]:
         """All events of one chat."""
-        return [response.event async for response in self.chat(*args, **kwargs)]
+        return await rest(self.chat(*args, **kwargs))
 
     def idle(self) -> bool:
         """True when nothing of any request is left in the gateway."""
@@ -137,11 +137,30 @@ async def world() -> AsyncIterator[World]:
         gc.collect()
 
 
+async def next_event(call: Any) -> pb.GenerateEvent:
+    """The next event of a stream that is not at its end."""
+    async with asyncio.timeout(WAIT_S):
+        response = await call.read()
+    assert response is not grpc.aio.EOF
+    event: pb.GenerateEvent = response.event
+    return event
+
+
+async def rest(call: Any) -> list[pb.GenerateEvent]:
+    """The remaining events of a stream that ends well."""
+    events = []
+    async with asyncio.timeout(WAIT_S):
+        while (response := await call.read()) is not grpc.aio.EOF:
+            events.append(response.event)
+    return events
+
+
 async def end_of(call: Any) -> grpc.aio.AioRpcError:
     """The error a call ends with."""
     try:
-        async for _ in call:
-            pass
+        async with asyncio.timeout(WAIT_S):
+            while await call.read() is not grpc.aio.EOF:
+                pass
     except grpc.aio.AioRpcError as exc:
         return exc
     raise AssertionError("the call ended well")
