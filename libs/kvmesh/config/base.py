@@ -76,6 +76,9 @@ class ServiceSettings(BaseSettings):
     otlp_endpoint: PlainUrl = Field(
         default="", description='OTLP/gRPC endpoint for traces, for example "http://127.0.0.1:4317"; "" = no export.'
     )
+    otlp_metrics: bool = Field(
+        default=False, description="Push the OpenTelemetry GenAI metrics to otlp_endpoint too (Prometheus has its own)."
+    )
     trace_sample_ratio: float = Field(
         default=1.0, ge=0.0, le=1.0, description="Share of traces kept when this service starts them (0 to 1)."
     )

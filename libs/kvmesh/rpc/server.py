@@ -184,7 +184,7 @@ class RpcServer:
         metrics.gauge(names.READY).labels(self.settings.service).set(int(ready))
 
     def request_stop(self) -> None:
-        """What SIGTERM does: the first call starts the drain, the second cuts it short."""
+        """What SIGTERM does: the first call starts the drain, the second cuts it short. On the event loop only."""
         (self._force if self._stop.is_set() else self._stop).set()
 
     def handle_signals(self) -> None:
@@ -215,9 +215,11 @@ class RpcServer:
         failed = asyncio.create_task(tasks.wait_failed(), name="failed") if tasks is not None else None
         try:
             await asyncio.wait([t for t in (stop, failed) if t is not None], return_when=asyncio.FIRST_COMPLETED)
+            # What fails from here on fails because the service is ending.
+            failure = tasks.failure if tasks is not None else None
             self._stop.set()
             await self.drain(on_drain)
-            return tasks.failure if tasks is not None else None
+            return failure
         finally:
             await cancel_and_wait(stop, failed)
             await self.close()

@@ -18,7 +18,7 @@ from kvmesh.rpc.auth import MeshAuth
 from kvmesh.rpc.limits import Deadline
 from kvmesh.rpc.server import RpcServer
 from kvmesh.rpc.tasks import BackgroundTasks, cancel_and_wait
-from kvmesh.telemetry import metrics, names, setup_logs, tracing
+from kvmesh.telemetry import genai, metrics, names, setup_logs, tracing
 
 log = logging.getLogger(__name__)
 S = TypeVar("S", bound=ServiceSettings)
@@ -47,6 +47,7 @@ class ServiceContext(Generic[S]):
     tasks: BackgroundTasks
     metrics_address: str = ""
     ready_info: dict[str, Any] = field(default_factory=dict)
+    ready_written: bool = False
 
 
 Build = Callable[[ServiceContext[S]], Awaitable[Service]]
@@ -77,6 +78,7 @@ async def _start(context: ServiceContext[S], build: Build[S], started: list[Serv
         "version": __version__,
     }
     write_ready_file(settings.ready_file, info | context.ready_info)
+    context.ready_written = True
     log.info("up; addresses are in %s", settings.ready_file)
 
 
@@ -112,6 +114,9 @@ async def serve(settings: S, build: Build[S]) -> int:
                 await server.close()
                 for service in started:
                     await service.close()
+                # Only its own: a second process started by mistake must not take away the first one's.
+                if settings.ready_file is not None and context.ready_written:
+                    settings.ready_file.unlink(missing_ok=True)
         if failure is not None:
             log.error("stopped: a background task failed: %s", failure)
         return 0 if failure is None else 1
@@ -122,8 +127,6 @@ async def serve(settings: S, build: Build[S]) -> int:
         log.error("cannot run: %s", exc)
         return 1
     finally:
-        if settings.ready_file is not None:
-            settings.ready_file.unlink(missing_ok=True)
         if exporter is not None:
             exporter.close()
 
@@ -138,9 +141,12 @@ def run_service(settings_class: type[S], build: Build[S], argv: Sequence[str] | 
         settings.trace_sample_ratio,
         instance=settings.instance_name,
     )
+    if settings.otlp_metrics:
+        genai.setup(settings.service, settings.otlp_endpoint, instance=settings.instance_name)
     try:
         return asyncio.run(serve(settings, build))
     except KeyboardInterrupt:
         return 130
     finally:
         tracing.shutdown()
+        genai.shutdown()

@@ -97,5 +97,8 @@ def start_http(listen: str) -> MetricsServer | None:
     if not listen:
         return None
     host, _, port = listen.rpartition(":")
-    server, thread = start_http_server(int(port), addr=host.strip("[]"), registry=REGISTRY)
+    try:
+        server, thread = start_http_server(int(port), addr=host.strip("[]"), registry=REGISTRY)
+    except OSError as exc:
+        raise OSError(exc.errno, f"metrics cannot listen on {listen}: {exc.strerror}") from None
     return MetricsServer(f"{host}:{server.server_port}", server, thread)

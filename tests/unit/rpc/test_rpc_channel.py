@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 
 import grpc
@@ -44,7 +45,7 @@ async def test_a_trace_joins_client_server_and_the_next_hop(mesh, spans) -> None
     by_name = {span.name: span for span in spans.get_finished_spans()}
     chain = [names.SPAN_CLIENT_REQUEST, f"{SERVICE}/Stream", f"{SERVICE}/Unary", names.SPAN_ROUTER_ROUTE]
     assert set(by_name) == set(chain)
-    for parent, child in zip(chain, chain[1:], strict=False):
+    for parent, child in itertools.pairwise(chain):
         assert by_name[child].parent.span_id == by_name[parent].context.span_id
         assert by_name[child].context.trace_id == by_name[parent].context.trace_id
     assert by_name[chain[1]].kind is SpanKind.SERVER
@@ -153,7 +154,7 @@ async def test_a_restarted_server_is_found_again_soon(mesh) -> None:
 
 async def test_wait_ready_gives_up_in_time(mesh) -> None:
     channel = mesh.channel("127.0.0.1:1")
-    with pytest.raises(errors.Unavailable, match="127.0.0.1:1"):
+    with pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1"):
         await channel.wait_ready(0.1)
 
 

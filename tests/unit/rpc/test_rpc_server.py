@@ -90,7 +90,7 @@ async def test_unexpected_errors_are_generic_outside_and_logged_inside(mesh, cap
     assert any(record.exc_info and "hunter2" in str(record.exc_info[1]) for record in caplog.records)
 
     other = await mesh.serve(unary=wrong_type)
-    with pytest.raises(errors.Internal, match="^internal error$"), raising():
+    with pytest.raises(errors.Internal, match=r"^internal error$"), raising():
         await mesh.echo(other).unary(Text())
 
 
@@ -209,6 +209,7 @@ async def test_an_expired_deadline_cancels_the_handler(mesh) -> None:
 async def test_a_client_that_leaves_cancels_the_generator_at_once(mesh, where: str) -> None:
     """Also when the generator is suspended at a `yield`, where a plain grpc.aio server leaves it to the collector."""
     closed = asyncio.Event()
+    during: list[int] = []
 
     async def endless(request, context):
         try:
@@ -217,6 +218,8 @@ async def test_a_client_that_leaves_cancels_the_generator_at_once(mesh, where: s
                 if where == "waiting":
                     await asyncio.Event().wait()
         finally:
+            # Cleanup belongs to the call: it runs while the call still counts, not whenever a collector gets to it.
+            during.append(server.in_flight)
             closed.set()
 
     server = await mesh.serve(stream=endless)
@@ -225,6 +228,7 @@ async def test_a_client_that_leaves_cancels_the_generator_at_once(mesh, where: s
         assert server.in_flight == 1
     await asyncio.wait_for(closed.wait(), 2)
     await asyncio.wait_for(server._state.idle.wait(), 2)
+    assert during == [1]
 
 
 async def test_cancelled_streams_leave_no_tasks(mesh) -> None:
@@ -304,7 +308,9 @@ async def test_reflection_lists_and_describes(mesh, version: str) -> None:
         async def requests():
             yield reflection_pb2.ServerReflectionRequest(**kwargs)
 
-        return [answer async for answer in call(requests(), timeout=5)][0]
+        answers = [answer async for answer in call(requests(), timeout=5)]
+        assert len(answers) == 1
+        return answers.pop()
 
     listed = {s.name for s in (await ask(list_services="")).list_services_response.service}
     assert {"kvmesh.v1.Router", "grpc.health.v1.Health", name} <= listed

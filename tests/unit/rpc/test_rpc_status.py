@@ -62,10 +62,13 @@ async def test_round_trip_over_a_real_server(cls: type[KvmeshError], mesh) -> No
     assert got.value.retry_after == (2.5 if cls is errors.Overloaded else None)
 
     received = []
-    with pytest.raises(cls) as late:
-        with raising():
-            async for message in echo.stream(Text(), timeout=5):
-                received.append(message.value)
+
+    async def read() -> None:
+        async for message in echo.stream(Text(), timeout=5):
+            received.append(message.value)
+
+    with pytest.raises(cls) as late, raising():
+        await read()
     assert received == ["first"]
     assert late.value.details == {"k": "v"}
 

@@ -13,9 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvmesh.rpc import new_key
-from kvmesh.telemetry import metrics, names, redact, setup_logs, tracing
+from kvmesh.telemetry import genai, metrics, names, redact, setup_logs, tracing
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
+
+KNOWN_NAMES = """
+num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total generation_tokens_total
+time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds
+request_prefill_time_seconds request_decode_time_seconds prefix_cache_queries_total prefix_cache_hits_total
+spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
+"""
 
 
 def test_names_are_unique_and_keep_the_rule() -> None:
@@ -28,24 +36,7 @@ def test_names_are_unique_and_keep_the_rule() -> None:
 
 
 def test_dashboards_find_the_names_they_know() -> None:
-    expected = [
-        "num_requests_running",
-        "num_requests_waiting",
-        "kv_cache_usage_perc",
-        "prompt_tokens_total",
-        "generation_tokens_total",
-        "time_to_first_token_seconds",
-        "inter_token_latency_seconds",
-        "e2e_request_latency_seconds",
-        "request_queue_time_seconds",
-        "request_prefill_time_seconds",
-        "request_decode_time_seconds",
-        "prefix_cache_queries_total",
-        "prefix_cache_hits_total",
-        "spec_decode_num_drafts_total",
-        "spec_decode_num_draft_tokens_total",
-        "spec_decode_num_accepted_tokens_total",
-    ]
+    expected = set(KNOWN_NAMES.split())
     have = {metric.name for metric in names.all_metrics()}
     assert {f"kvmesh:{name}" for name in expected} <= have
 
@@ -73,7 +64,7 @@ def test_every_metric_can_be_made_and_is_served() -> None:
 def test_the_exporter_can_be_off_and_says_when_the_port_is_taken() -> None:
     assert metrics.start_http("") is None
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(OSError, match="in use"):
+        with pytest.raises(OSError, match=r"metrics cannot listen on .* in use"):
             metrics.start_http(f"127.0.0.1:{taken.getsockname()[1]}")
 
 
@@ -175,3 +166,34 @@ def test_redact_leaves_plain_text_alone() -> None:
         assert redact(text) == text
     assert redact('{"password": "hunter2", "n": 1}') == '{"password": "[redacted]", "n": 1}'
     assert "MII" not in redact("-----BEGIN RSA PRIVATE KEY-----\nMIIabc\n")
+
+
+def test_genai_metrics_have_the_names_and_buckets_of_the_conventions() -> None:
+    reader = InMemoryMetricReader()
+    genai.setup("gateway", reader=reader)
+    try:
+        genai.genai().record("chat", "m", duration_s=1.2, ttft_s=0.2, input_tokens=7, output_tokens=11)
+        genai.genai().record("chat", "m", duration_s=0.1, input_tokens=7, error_type="OVERLOADED")
+        data = reader.get_metrics_data()
+    finally:
+        genai.shutdown()
+    points = {m.name: list(m.data.data_points) for m in data.resource_metrics[0].scope_metrics[0].metrics}
+    assert set(points) == {
+        "gen_ai.server.request.duration",
+        "gen_ai.server.time_to_first_token",
+        "gen_ai.server.time_per_output_token",
+        "gen_ai.client.token.usage",
+    }
+    (ttft,) = points["gen_ai.server.time_to_first_token"]
+    assert tuple(ttft.explicit_bounds) == names.TTFT_BUCKETS
+    (tpot,) = points["gen_ai.server.time_per_output_token"]
+    assert tpot.sum == pytest.approx(0.1)
+    errors = {point.attributes.get("error.type") for point in points["gen_ai.server.request.duration"]}
+    assert errors == {None, "OVERLOADED"}
+    usage = {point.attributes["gen_ai.token.type"]: point.sum for point in points["gen_ai.client.token.usage"]}
+    assert usage == {"input": 14, "output": 11}
+
+
+def test_genai_metrics_are_silent_when_off() -> None:
+    genai.setup("gateway")
+    genai.genai().record("chat", "m", duration_s=1.0)
