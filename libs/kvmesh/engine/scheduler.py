@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,18 +30,12 @@ from kvmesh.engine.events import (
 from kvmesh.engine.ledger import ExposureLedger
 from kvmesh.engine.runner import Slice, SliceResult, StepBatch, StepResult, TokenLogprobs
 from kvmesh.engine.seqpages import SequencePages
-from kvmesh.engine.sequence import IN_BATCH, QUEUED, WITH_SERVICE, Choice, Rank, Request, SeqState
+from kvmesh.engine.sequence import IN_BATCH, QUEUED, WITH_SERVICE, Choice, Planned, Rank, Request, SeqState
 from kvmesh.errors import DataLoss, Internal, KvmeshError
 
 _DECODE, _PREFILL = SeqState.DECODE, SeqState.PREFILL
-
-
-class Planned(NamedTuple):
-    """One slice of the step being run: `samplers` are the choices that get a token from it."""
-
-    choice: Choice
-    num_tokens: int
-    samplers: Sequence[Choice]
+# With the service, and to join the batch later.
+_PARKED = tuple(state for state in WITH_SERVICE if state is not SeqState.HELD)
 
 
 def _rank(choice: Choice) -> Rank:
@@ -263,11 +256,11 @@ class Scheduler:
                     choice.seq_id,
                     tokens[rows : rows + 1],
                     computed,
-                    choice.table[: choice.num_pages],
+                    choice.table,
                     (choice.sample_input(),),
                 )
             )
-            plan.append(Planned(choice, 1, (choice,)))
+            plan.append(choice.row)
             rows += 1
             index += 1
         return rows
@@ -326,12 +319,14 @@ class Scheduler:
 
     def slots_taken(self) -> int:
         """Choices that are, or will be without a new admission, in the batch."""
-        parked = sum(
-            self._width(request.root)
-            for request in self.requests.values()
-            if request.root.state in WITH_SERVICE and request.root.state is not SeqState.HELD
-        )
-        return parked + sum(self._width(choice) for choice in self.running)
+        taken = len(self.running)
+        for request in self.requests.values():
+            state = request.root.state
+            if state in _PARKED:
+                taken += self._width(request.root)
+            elif state is _PREFILL and not request.forked:
+                taken += self._width(request.root) - 1
+        return taken
 
     def _width(self, choice: Choice) -> int:
         request = choice.request
@@ -406,7 +401,7 @@ class Scheduler:
                 choice.seq_id,
                 choice.tokens[start:end],
                 start,
-                choice.table[: choice.num_pages],
+                choice.table,
                 tuple(sampler.sample_input() for sampler in samplers),
                 scored,
                 int(choice.tokens[end]) if scored is not None and end < prompt_len else None,

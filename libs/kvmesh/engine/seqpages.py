@@ -91,7 +91,7 @@ class SequencePages:
         full, partial = divmod(root.computed, self.page_size)
         shared = root.pages[:full]
         self.pool.share(fork.seq_id, shared)
-        fork.set_pages(shared + fork.reserved, max(root.table.size, full + len(fork.reserved)))
+        fork.set_pages(shared + fork.reserved, max(root.capacity, full + len(fork.reserved)))
         fork.reserved = []
         fork.computed = root.computed
         if not partial:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -50,13 +50,22 @@ TRANSITIONS: Final[Mapping[SeqState, frozenset[SeqState]]] = {
     _S.ENDED_HELD: frozenset({_S.ENDED}),
     _S.ENDED: frozenset(),
 }
-QUEUED: Final = frozenset({_S.WAITING, _S.PREEMPTED})
-IN_BATCH: Final = frozenset({_S.PREFILL, _S.DECODE})
-OVER: Final = frozenset({_S.ENDED_DRAINING, _S.ENDED_HELD, _S.ENDED})
+# Tuples: `in` compares identities, where a set would call Enum's slow hash.
+QUEUED: Final = (_S.WAITING, _S.PREEMPTED)
+IN_BATCH: Final = (_S.DECODE, _S.PREFILL)
+OVER: Final = (_S.ENDED, _S.ENDED_DRAINING, _S.ENDED_HELD)
 # Its pages are out of the core's hands until the service says so.
-WITH_SERVICE: Final = frozenset({_S.AWAITING_KV, _S.EXPOSED, _S.DRAINING, _S.AWAITING_START, _S.HELD})
+WITH_SERVICE: Final = (_S.AWAITING_KV, _S.EXPOSED, _S.DRAINING, _S.AWAITING_START, _S.HELD)
 
 Rank = tuple[int, float, int]
+
+
+class Planned(NamedTuple):
+    """One slice of the step being run: `samplers` are the choices that get a token from it."""
+
+    choice: Choice
+    num_tokens: int
+    samplers: Sequence[Choice]
 
 
 class Request:
@@ -145,9 +154,28 @@ class Choice:
     """
 
     __slots__ = (
-        "choice", "computed", "cumulative", "first_block", "generation", "local_only", "muted", "num_pages",
-        "output", "pages", "rank", "request", "reserved", "sent", "seq_id", "state", "table", "tokens",
-        "transfer_base", "transfer_id",
+        "_room",
+        "choice",
+        "computed",
+        "cumulative",
+        "first_block",
+        "generation",
+        "local_only",
+        "muted",
+        "num_pages",
+        "output",
+        "pages",
+        "rank",
+        "request",
+        "reserved",
+        "row",
+        "sent",
+        "seq_id",
+        "state",
+        "table",
+        "tokens",
+        "transfer_base",
+        "transfer_id",
     )  # fmt: skip
 
     def __init__(self, request: Request, seq_id: int, choice: int, tail: Sequence[int]) -> None:
@@ -161,7 +189,9 @@ class Choice:
         self.computed = 0
         self.cumulative = 0.0
         self.pages: list[int] = []
+        # The block table, a view of as much of `_room` as is filled.
         self.table: Int32Array = np.empty(0, np.int32)
+        self._room = self.table
         self.num_pages = 0
         # Pages a FORKING choice has taken for what it will not share.
         self.reserved: list[int] = []
@@ -175,6 +205,7 @@ class Choice:
         self.first_block = 0
         self.transfer_id = 0
         self.transfer_base = 0
+        self.row = Planned(self, 1, (self,))
         # Blocks already recorded (or cached) for the transfer.
         self.sent = 0
 
@@ -185,6 +216,11 @@ class Choice:
     def total_len(self) -> int:
         """Tokens known: prompt and output."""
         return len(self.request.prompt) + len(self.output)
+
+    @property
+    def capacity(self) -> int:
+        """Pages its block table has room for."""
+        return self._room.size
 
     @property
     def live(self) -> bool:
@@ -206,30 +242,27 @@ class Choice:
         """Start a block table with room for `capacity` pages."""
         self.pages = list(pages)
         self.num_pages = len(pages)
-        self.table = np.empty(max(capacity, len(pages)), np.int32)
-        self.table[: len(pages)] = pages
+        self._room = np.empty(max(capacity, len(pages)), np.int32)
+        self._room[: len(pages)] = pages
+        self.table = self._room[: len(pages)]
 
     def grow(self, pages: Sequence[int]) -> None:
-        self.table[self.num_pages : self.num_pages + len(pages)] = pages
+        self._room[self.num_pages : self.num_pages + len(pages)] = pages
         self.pages += pages
         self.num_pages += len(pages)
+        self.table = self._room[: self.num_pages]
 
     def drop_pages(self) -> None:
         self.pages = []
         self.reserved = []
         self.num_pages = 0
-        self.table = np.empty(0, np.int32)
+        self._room = self.table = np.empty(0, np.int32)
         self.tokens = np.empty(0, np.int32)
         self.computed = 0
         self.sent = 0
 
     def sample_input(self) -> SampleInput:
-        request = self.request
-        return SampleInput(
-            request.sampling,
-            self.choice,
-            len(request.prompt) + len(self.output),
-            request.prompt,
-            self.output,
-            request.banned if len(self.output) < request.sampling.min_tokens else _NONE,
-        )
+        request, output = self.request, self.output
+        prompt, sampling, made = request.prompt, request.sampling, len(output)
+        banned = request.banned if made < sampling.min_tokens else _NONE
+        return SampleInput(sampling, self.choice, len(prompt) + made, prompt, output, banned)

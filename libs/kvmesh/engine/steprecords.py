@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from kvmesh.engine.events import Mode, RequestKey
-from kvmesh.engine.scheduler import Planned
+from kvmesh.engine.sequence import Planned
 from kvmesh.errors import InvalidArgument
 from kvmesh.kv.ring import Doorbell, StepEntry, StepRecord, StepRing
 
