@@ -38,6 +38,8 @@ class Job:
     cache_salt: str = ""
     messages: Sequence[pb.ChatMessage] = ()
     prompt_text: str = ""
+    default_length: bool = False
+    """True when `max_tokens` is what the context holds, not the client's wish."""
 
     @property
     def cost(self) -> int:
@@ -57,12 +59,17 @@ class Job:
     def route_request(
         self, gateway_id: str, *, cache: pb.CacheMode.ValueType, exclude: Sequence[str]
     ) -> router_pb2.RouteRequest:
-        """What the router is asked. A drawn seed stays out: it would make every request different from all others."""
-        sampling = self.sampling
+        """What the router is asked.
+
+        A drawn seed stays out: it would make every request different from all others. So does a default `max_tokens`:
+        it follows from the prompt's length, and similar questions would never share an answer.
+        """
+        sampling = pb.SamplingParams()
+        sampling.CopyFrom(self.sampling)
         if self.drawn_seed:
-            sampling = pb.SamplingParams()
-            sampling.CopyFrom(self.sampling)
             sampling.ClearField("seed")
+        if self.default_length:
+            sampling.ClearField("max_tokens")
         ttft_ms, total_ms = self.limits.remaining_ms()
         return router_pb2.RouteRequest(
             request_id=self.inner_id,

@@ -110,6 +110,7 @@ class Preparer:
             cache_salt=request.cache_salt,
             messages=request.messages if isinstance(request, pb.ChatRequest) else (),
             prompt_text="" if isinstance(request, pb.ChatRequest) else request.text,
+            default_length=not request.sampling.HasField("max_tokens"),
         )
 
     def _worker(self, model: str) -> engine_pb2.WorkerInfo:
