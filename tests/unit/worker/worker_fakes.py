@@ -99,6 +99,7 @@ class FakeSidecar:
     slots: dict[int, FakeSlot] = field(default_factory=dict)
     transfers: dict[int, FakeTransfer] = field(default_factory=dict)
     waiting: list[Callable[[], None]] = field(default_factory=list)
+    traceparents: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.layout = self.memory.layout
@@ -127,6 +128,7 @@ class FakeSidecar:
         if self.refuse_open:
             raise Unavailable(self.refuse_open)
         self.opened += 1
+        self.traceparents.append(traceparent)
         loop = asyncio.get_running_loop()
         handle = SlotHandle(self.opened % 4096, self.opened, expected_bytes, request_id, 1, loop.create_future(),
                             loop.create_future())  # fmt: skip
@@ -173,6 +175,7 @@ class FakeSidecar:
         if slot.closed:
             raise TransferFailed("the slot is closed")
         self.fabric.serial += 1
+        self.traceparents += [traceparent, descriptor.traceparent]
         handle = TransferHandle(self.fabric.serial, "fake", asyncio.get_running_loop().create_future())
         transfer = FakeTransfer(handle, slot, self, descriptor, pages)
         slot.writer = transfer

@@ -1,0 +1,59 @@
+"""One trace joins Submit, the request's life on decode, prefill and both sidecars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from kvmesh.telemetry import names, tracing
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from test_worker_remote import mesh
+from worker_harness import prompt, until
+
+
+@pytest.fixture
+def exporter() -> Iterator[InMemorySpanExporter]:
+    memory = InMemorySpanExporter()
+    tracing.setup("test", exporter=memory)
+    yield memory
+    tracing.shutdown()
+
+
+async def test_one_trace_joins_decode_prefill_and_sidecars(exporter: InMemorySpanExporter) -> None:
+    async with mesh() as m:
+        with tracing.span("the caller") as caller:
+            trace_id = caller.get_span_context().trace_id
+            await m.ask(prompt(100))
+        await m.all_back()
+        await until(lambda: len([s for s in exporter.get_finished_spans() if s.name == "kvmesh.v1.Prefill/Run"]) == 1)
+        spans = {s.name: s for s in exporter.get_finished_spans() if s.context.trace_id == trace_id}
+
+        def parent(name: str) -> str:
+            wanted = spans[name].parent
+            return next((s.name for s in spans.values() if wanted and s.context.span_id == wanted.span_id), "")
+
+        assert parent("kvmesh.v1.Decode/Submit") == "the caller"
+        assert parent(names.SPAN_DECODE_REQUEST) == "kvmesh.v1.Decode/Submit"
+        assert parent(names.SPAN_DECODE_REMOTE_PREFILL) == names.SPAN_DECODE_REQUEST
+        assert parent("kvmesh.v1.Prefill/Run") == names.SPAN_DECODE_REMOTE_PREFILL
+        assert parent(names.SPAN_ENGINE_PREFILL) == "kvmesh.v1.Prefill/Run"
+        told = m.decode.sidecar.traceparents + m.prefill.sidecar.traceparents
+        assert len(told) == 3
+        assert {header.split("-")[1] for header in told} == {f"{trace_id:032x}"}
+        # The request's span lives until its end, not until Submit's answer.
+        assert spans[names.SPAN_DECODE_REQUEST].end_time > spans["kvmesh.v1.Decode/Submit"].end_time
+        attributes = spans[names.SPAN_DECODE_REQUEST].attributes
+        assert attributes[names.ATTR_TRANSPORT] == "fake"
+        assert attributes[names.ATTR_PREFILL_WORKER] == "prefill-0"
+
+
+async def test_without_an_exporter_the_callers_trace_still_travels() -> None:
+    header = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with mesh() as m:
+        request = m.gateway.request(prompt(100), prefill=[m.prefill.target()])
+        answer = m.gateway.answers.setdefault((request.request_id, 0), type(await m.ask(prompt(5)))())
+        await m.gateway.stub.Submit(request, timeout=10, metadata=[("traceparent", header)])
+        await answer.wait()
+        told = m.decode.sidecar.traceparents + m.prefill.sidecar.traceparents
+        assert len(told) == 3
+        assert {value.split("-")[1] for value in told} == {header.split("-")[1]}
