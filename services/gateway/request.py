@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 # All choices were cut by stop strings: the worker's own end brings its figures, but the client should not wait for it.
 END_WAIT_S = 1.0
+# A client that does not even take the error of a request that was ended is cut off after this.
+STALL_GRACE_S = 5.0
 
 
 class ClientGone(Exception):
@@ -38,13 +40,12 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """Sizes and times of every request. `stall_grace_s`: a client that does not even take the error is then cut off."""
+    """Sizes and times of every request."""
 
     first_metadata_s: float = 10.0
     buffer_tokens: int = 8192
     buffer_bytes: int = 4 << 20
     max_attempts: int = 3
-    stall_grace_s: float = 5.0
 
 
 class Request:
@@ -96,7 +97,7 @@ class Request:
             self._placed.inbox.fail(error)
         # The handler may be stuck in a write; it gets a grace to tell the client, then it is ended.
         if self._handler is not None:
-            self._timers.append(self._loop.call_later(self._settings.stall_grace_s, self._handler.cancel))
+            self._timers.append(self._loop.call_later(STALL_GRACE_S, self._handler.cancel))
 
     def close(self) -> None:
         """Free everything; idempotent, for the handler's `finally`."""

@@ -123,7 +123,12 @@ def test_max_tokens_fits_the_context_and_the_tenant(prompt: int, wanted: int | N
 
 @pytest.mark.parametrize(
     ("ids", "problem"),
-    [([], "empty"), ([1] * 100, "100 tokens; at most 99"), ([1000], "outside the vocabulary"), ([2**32 - 1], "outside")],
+    [
+        ([], "empty"),
+        ([1] * 100, "100 tokens; at most 99"),
+        ([1000], "outside the vocabulary"),
+        ([2**32 - 1], "outside"),
+    ],
 )
 def test_bad_prompts(ids: list[int], problem: str) -> None:
     with pytest.raises(InvalidArgument, match=problem) as raised:
