@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from kvmesh.errors import KvmeshError
 from kvmesh.proto.v1 import inference_pb2 as pb
-from kvmesh.telemetry import metrics, names, tracing
+from kvmesh.telemetry import genai, metrics, names, tracing
 from opentelemetry.trace import Span
 
 
 class Observer:
     """Measures one request: `tokens` when some have reached the client, `finished` or `failed`, then `ended`."""
 
-    def __init__(self, span: Span, model: str, started: float) -> None:
+    def __init__(self, span: Span, operation: str, model: str, started: float) -> None:
         self._span = span
+        self._operation = operation
         self._model = model
+        self._used = pb.Usage()
+        self._error = ""
         self._started = started
         self._last: dict[int, float] = {}
         self.ttft_s: float | None = None
@@ -45,13 +48,24 @@ class Observer:
         """The request ended with an error, or the client left (reason CANCELLED)."""
         metrics.counter(names.REQUEST_FAILURE).labels(self._model, error.reason).inc()
         self._usage(usage)
+        self._error = error.reason
         tracing.mark_failed(self._span, error.reason)
 
     def ended(self, now: float) -> None:
         """Whatever the end was."""
         metrics.histogram(names.E2E).labels(self._model).observe(now - self._started)
+        genai.genai().record(
+            self._operation,
+            self._model,
+            duration_s=now - self._started,
+            ttft_s=self.ttft_s,
+            input_tokens=self._used.prompt_tokens,
+            output_tokens=self._used.completion_tokens,
+            error_type=self._error,
+        )
 
     def _usage(self, usage: pb.Usage) -> None:
+        self._used = usage
         metrics.counter(names.PROMPT_TOKENS).labels(self._model).inc(usage.prompt_tokens)
         metrics.counter(names.GENERATION_TOKENS).labels(self._model).inc(usage.completion_tokens)
         self._span.set_attribute(names.GEN_AI_USAGE_INPUT_TOKENS, usage.prompt_tokens)

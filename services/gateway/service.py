@@ -91,7 +91,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 with tracing.span(names.gen_ai_span(operation, request.model), attributes=attributes) as span:
                     job = await self._preparer.job(request, principal, request_id, limits)
                     span.set_attribute(names.GEN_AI_RESPONSE_MODEL, job.served)
-                    await running.run(job, Observer(span, job.served, running.started))
+                    await running.run(job, Observer(span, operation, job.served, running.started))
             except ClientGone as exc:
                 raise Cancelled("the client left") from exc
             finally:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from conftest import World, kinds, text_of
+from kvmesh.proto.v1 import engine_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
+from kvmesh.telemetry import metrics, names
 
 
 async def test_chat_streams_an_answer(world: World) -> None:
@@ -27,3 +29,45 @@ async def test_chat_streams_an_answer(world: World) -> None:
     assert report.code == 0
     assert report.answer.choices[0].text == "héllo 🎉"
     await world.until(world.idle)
+
+
+async def test_the_metrics_that_dashboards_know(world: World) -> None:
+    def taken() -> dict[str, float]:
+        model = {"model_name": "scripted"}
+        return {
+            "ttft": metrics.value(names.TTFT, **model),
+            "gaps": metrics.value(names.INTER_TOKEN, **model),
+            "e2e": metrics.value(names.E2E, **model),
+            "prompt": metrics.value(names.PROMPT_TOKENS, **model),
+            "generated": metrics.value(names.GENERATION_TOKENS, **model),
+            "stop": metrics.value(names.REQUEST_SUCCESS, finished_reason="stop", **model),
+            "failed": metrics.value(names.REQUEST_FAILURE, reason="INTERNAL", **model),
+        }
+
+    worker = await world.worker(text="hello")
+    await world.start(static=True)
+    before = taken()
+    events = await world.ask()
+    await world.until(world.idle)
+    change = {key: value - before[key] for key, value in taken().items()}
+    assert change == {
+        "ttft": 1,
+        "gaps": 5,
+        "e2e": 1,
+        "prompt": events[0].accepted.prompt_tokens,
+        "generated": 6,
+        "stop": 1,
+        "failed": 0,
+    }
+    assert metrics.value(names.GATEWAY_ACTIVE) == 0
+    assert metrics.value(names.GATEWAY_WORKERS, state="open") == 1
+
+    async def broken(request: engine_pb2.SubmitRequest) -> None:
+        worker.end(request)
+
+    worker.on_submit = broken
+    before = taken()
+    await world.ask()
+    await world.until(world.idle)
+    change = {key: value - before[key] for key, value in taken().items()}
+    assert (change["failed"], change["ttft"], change["stop"]) == (1, 0, 0)

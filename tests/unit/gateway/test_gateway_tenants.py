@@ -181,15 +181,16 @@ async def test_what_the_cache_key_is_made_of(world: World, secured: Any) -> None
     await world.start(**secured)
     key = bearer("key-a")
     await world.ask("x", metadata=key, cache_salt="salt", sampling={"temperature": 0.5})
-    await world.ask("x", metadata=key, sampling={"seed": 7, "logprobs": 0})
+    await world.ask("x", metadata=key, sampling={"seed": 7, "logprobs": 0, "max_tokens": 5})
     first, second = router.routes.items
-    # A drawn seed would make every request new; everything else has its effective value.
+    # A drawn seed would make every request new, a default length every prompt; the rest has its effective value.
     assert not first.sampling.HasField("seed")
     assert first.sampling.temperature == 0.5
-    assert first.sampling.max_tokens == 20
+    assert not first.sampling.HasField("max_tokens")
+    assert first.sampling.top_p == 1.0
     assert first.messages[0].content == "x"
     assert (first.cache, first.tau, first.cache_salt) == (pb.CACHE_MODE_EXACT, 0.5, "salt")
-    assert second.sampling.seed == 7
+    assert (second.sampling.seed, second.sampling.max_tokens) == (7, 5)
     # Remembered answers hold no log-probabilities.
     assert second.cache == pb.CACHE_MODE_OFF
 
