@@ -74,9 +74,8 @@ def cache_key(request: router_pb2.RouteRequest, tenant: str, family: Family) -> 
     stripped.ClearField("token_ids")
     if request.messages:
         stripped.messages[len(request.messages) - 1].content = ""
-        stripped.messages[len(request.messages) - 1].role += "\0asked"
     else:
-        stripped.prompt_text = "asked"
+        stripped.prompt_text = ""
     prompt = hashlib.blake2b(_pack(request.token_ids), digest_size=16, person=_PROMPT).digest()
     return CacheKey(exact, _digest(_PARTITION, scope, _canonical(stripped)), text, prompt)
 

@@ -77,6 +77,12 @@ def test_a_hot_worker_does_not_turn_affinity_off_for_the_others() -> None:
     assert ranked([*others, some("hot", load=10**7)])[0] == "holds"
 
 
+def test_on_a_busy_fleet_small_differences_do_not_outweigh_a_prefix() -> None:
+    assert ranked([some("holds", load=100_500, matched=96), some("empty", load=100_000)])[0] == "holds"
+    # The same difference between idle workers is five prompts' worth of waiting.
+    assert ranked([some("holds", load=500, matched=96), some("empty", load=0)])[0] == "empty"
+
+
 def test_ties_are_broken_at_random_but_repeatably() -> None:
     pool = [some(name) for name in "abcd"]
     firsts = [ranked(pool, seed)[0] for seed in range(200)]

@@ -103,6 +103,15 @@ async def test_cache_mode_narrows(valkey: Valkey) -> None:
         assert kind(await router.route(route_request(cache=semantic))) == "placement", "never more than is offered"
 
 
+@pytest.mark.parametrize("offered", list(Mode))
+def test_a_mode_is_never_wider_than_offered(offered: Mode) -> None:
+    cache = AnswerCache(None, None, mode=offered, max_entry_bytes=1)
+    assert cache.mode(inference_pb2.CACHE_MODE_UNSPECIFIED) == offered
+    for asked in Mode:
+        assert cache.mode(asked) == min(asked, offered)
+    assert cache.mode(99) == Mode.OFF, "a mode of a newer gateway"
+
+
 async def test_what_is_never_kept(valkey: Valkey) -> None:
     cut = full_answer("Par")
     cut.choices[0].finish_reason = inference_pb2.FINISH_REASON_LENGTH
