@@ -15,6 +15,9 @@ from kvmesh.errors import KvmeshError
 from kvmesh.proto.v1 import inference_pb2 as pb
 
 
+DEFAULT_SAMPLING: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 256}
+
+
 async def ask(
     address: str,
     question: str,
@@ -31,7 +34,7 @@ async def ask(
     messages.append({"role": "user", "content": question})
     try:
         async with Client(address, api_key=api_key or None) as client:
-            stream = client.chat(messages, model=model, timeout_s=timeout_s, **dict(sampling or {}))
+            stream = client.chat(messages, model=model, timeout_s=timeout_s, **dict(sampling or DEFAULT_SAMPLING))
             async for event in stream:
                 if event.HasField("delta"):
                     sys.stdout.write(event.delta.text)

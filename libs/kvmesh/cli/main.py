@@ -32,7 +32,7 @@ def _fail(message: str) -> typer.Exit:
 def up(
     model: Annotated[
         str, typer.Option(help="Known name, GGUF file or Hugging Face directory.", envvar="KVMESH_MODEL")
-    ] = "smollm2-135m",
+    ] = "smollm2",
     scripted: Annotated[bool, typer.Option(help="Run the scripted engine: no model, for tests of the mesh.")] = False,
     prefill: Annotated[int, typer.Option(min=0, max=64, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, max=64, help="Decode workers.")] = 1,

@@ -15,7 +15,7 @@ MODEL_LOAD_TIMEOUT_S = 180.0
 class MeshOptions:
     """What `kvmesh up` was told. Counts are processes; `threads` is per engine (0 = share the cores)."""
 
-    model: str = "smollm2-135m"
+    model: str = "smollm2"
     runner: str = "torch"
     prefill: int = 1
     decode: int = 1

@@ -155,7 +155,7 @@ async def running_mesh(
                 router=plan.router_address,
                 run_dir=str(run_dir),
                 token_file=str(token_file),
-                model=options.model if options.runner == "torch" else "scripted",
+                model="auto",
             )
             if state:
                 write_state(mesh)

@@ -143,7 +143,7 @@ class WorkerSettings(ServiceSettings):
 
     role: Literal["prefill", "decode", "unified"] = Field(default="unified", description="What this engine serves.")
     model: str = Field(
-        default="smollm2-135m",
+        default="smollm2",
         min_length=1,
         max_length=512,
         description="Model: a known name, a GGUF file or a Hugging Face directory.",
