@@ -74,5 +74,5 @@ async def test_a_scripted_worker_imports_no_torch(tmp_path: Path) -> None:
     flags = ["--runner", "scripted", "--ready-file", str(path)]
     async with process("services.prefill", *flags, "--role", "unified") as child:
         info = await ready(path, child)
-        maps = Path(f"/proc/{info['pid']}/maps").read_text()
+        maps = Path(f"/proc/{info['pid']}/maps").read_text()  # noqa: ASYNC240
         assert "libtorch" not in maps

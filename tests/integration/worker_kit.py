@@ -37,11 +37,11 @@ async def process(module: str, *flags: str, env: dict[str, str] | None = None) -
 
 async def ready(path: Path, child: Any) -> dict[str, Any]:
     async with asyncio.timeout(WAIT_S):
-        while not path.exists():
+        while not path.exists():  # noqa: ASYNC240
             if child.returncode is not None:
                 raise AssertionError((await child.stderr.read()).decode())
             await asyncio.sleep(0.02)
-    return json.loads(path.read_text())  # type: ignore[no-any-return]
+    return json.loads(path.read_text())  # noqa: ASYNC240  # type: ignore[no-any-return]
 
 
 async def until(condition: Any, what: str, timeout_s: float = WAIT_S) -> Any:
@@ -77,13 +77,14 @@ class Node:
     starts: int = 0
 
     async def start_sidecar(self) -> None:
-        """Start (or start again) the sidecar."""
+        """Start (or start again, on the same port: its peers look for the successor there) the sidecar."""
         self.starts += 1
+        listen = ["--listen", self.sidecar_info["address"]] if self.sidecar_info else []
         path = self.root / f"{self.name}-sidecar-{self.starts}.json"
         self.sidecar = await self.stack.enter_async_context(
             process(
                 "services.kvtransfer", "--engine-socket", str(self.root / f"{self.name}.sock"), "--ready-file",
-                str(path), "--instance", f"{self.name}-kv", *self.sidecar_flags,
+                str(path), "--instance", f"{self.name}-kv", *self.sidecar_flags, *listen,
             )
         )  # fmt: skip
         self.sidecar_info = await ready(path, self.sidecar)

@@ -252,6 +252,77 @@ async def test_cancelled_prefill_stops_at_the_next_chunk() -> None:
         assert m.prefill.core.counters.prefill_tokens < 800
 
 
+async def test_a_slot_whose_opening_was_cancelled_is_closed_when_it_comes() -> None:
+    async with mesh() as m:
+        m.decode.sidecar.open_gate.clear()
+        request = m.gateway.request(prompt(200), prefill=[m.prefill.target()])
+        answer = await m.gateway.submit(request)
+        await until(lambda: RequestStep.OPENING_SLOT in m.steps.seen)
+        await m.gateway.abort(request.request_id)
+        await answer.wait()
+        assert not m.decode.sidecar.slots
+        m.decode.sidecar.open_gate.set()
+        await until(lambda: [slot.closed for slot in m.decode.sidecar.slots.values()] == [True], "the slot stays open")
+        await m.all_back()
+
+
+async def test_a_sidecar_that_never_answers_costs_a_lease_not_the_request() -> None:
+    async with mesh() as m:
+        m.decode.worker.ctx.lease_s = 0.2
+        m.decode.sidecar.open_gate.clear()
+        answer = await m.ask(prompt(200), sampling=sampling(5))
+        assert answer.tokens == {0: expected(prompt(200), 5)}
+        m.decode.sidecar.open_gate.set()
+        await until(lambda: [slot.closed for slot in m.decode.sidecar.slots.values()] == [True], "the slot stays open")
+        await m.all_back()
+
+
+async def test_a_transfer_whose_start_was_cancelled_is_cancelled_when_it_comes() -> None:
+    async with mesh() as m:
+        m.prefill.sidecar.start_gate.clear()
+        request = m.gateway.request(prompt(200), prefill=[m.prefill.target()])
+        answer = await m.gateway.submit(request)
+        await until(lambda: RequestStep.RUN_ADMITTED in m.steps.seen)
+        await m.gateway.abort(request.request_id)
+        await answer.wait()
+        # Its pages must not go to anyone else before it is known whether they are being read.
+        await until(lambda: m.prefill.core.load().running == 0)
+        assert m.prefill.core.pool.counts().free < m.prefill.core.pool.total
+        m.prefill.sidecar.start_gate.set()
+        await m.all_back()
+
+
+async def test_source_pages_stay_until_the_last_write_has_completed() -> None:
+    async with mesh() as m:
+        source = m.prefill.sidecar
+        source.hold_writes = source.hold_stops = True
+        request = m.gateway.request(prompt(200), prefill=[m.prefill.target()])
+        answer = await m.gateway.submit(request)
+        await until(lambda: RequestStep.COMPUTED in m.steps.seen)
+        await m.gateway.abort(request.request_id)
+        await answer.wait()
+        await until(lambda: any(transfer.stopped for transfer in source.transfers.values()))
+        # Draining as long as the sidecar may still read them.
+        assert sum(m.prefill.core.pool.counts()[2:]) == 13
+        assert len(m.prefill.worker.prefill) == 1
+        source.let_write()
+        await m.all_back()
+
+
+async def test_destination_pages_stay_until_drained_though_the_request_has_ended() -> None:
+    async with mesh() as m:
+        m.prefill.sidecar.hold_writes = True
+        m.decode.sidecar.hold_drains = True
+        request = m.gateway.request(prompt(200), prefill=[m.prefill.target()])
+        answer = await m.gateway.submit(request)
+        await until(lambda: m.prefill.sidecar.waiting)
+        await m.gateway.abort(request.request_id)
+        await answer.wait()
+        await until(lambda: m.decode.core.pool.counts().draining == 13)
+        m.decode.sidecar.let_drain()
+        await m.all_back()
+
+
 FAILING = {RequestStep.PLACEMENT_FAILED, RequestStep.DRAINED, RequestStep.LOCAL_PREFILL}
 
 

@@ -93,6 +93,7 @@ class FakeSidecar:
     transports: list[str] = field(default_factory=lambda: ["fake"])
     hold_writes: bool = False
     hold_drains: bool = False
+    hold_stops: bool = False
     refuse_start: str = ""
     refuse_open: str = ""
     opened: int = 0
@@ -113,6 +114,9 @@ class FakeSidecar:
         self._doorbell = Doorbell(self.memory.doorbell_region.buf)
         self._reader: asyncio.Task[None] | None = None
         self._notified = asyncio.Event()
+        self.open_gate, self.start_gate = asyncio.Event(), asyncio.Event()
+        self.open_gate.set()
+        self.start_gate.set()
         self.fabric.clients[self.control_address] = self
 
     async def open_slot(
@@ -124,7 +128,7 @@ class FakeSidecar:
         ttl_s: float,
         traceparent: str = "",
     ) -> SlotHandle:
-        await asyncio.sleep(0)
+        await self.open_gate.wait()
         if self.refuse_open:
             raise Unavailable(self.refuse_open)
         self.opened += 1
@@ -167,7 +171,7 @@ class FakeSidecar:
         ready_pages: int,
         traceparent: str = "",
     ) -> TransferHandle:
-        await asyncio.sleep(0)
+        await self.start_gate.wait()
         if self.refuse_start:
             raise Unavailable(self.refuse_start)
         slot = self.fabric.clients[descriptor.control_address].slots[descriptor.slot]
@@ -187,7 +191,12 @@ class FakeSidecar:
         return handle
 
     async def cancel_transfer(self, handle: TransferHandle, reason: str) -> None:
-        self.transfers[handle.transfer_id].stop(reason)
+        transfer = self.transfers[handle.transfer_id]
+        transfer.stopped = True
+        if self.hold_stops:
+            self.waiting.append(lambda: transfer.stop(reason))
+        else:
+            transfer.stop(reason)
 
     def _write(self, transfer: FakeTransfer, first: int, count: int) -> None:
         if self.hold_writes:

@@ -108,10 +108,12 @@ class Worker:
         """Load, connect, serve. Raises what makes the worker useless: no model, no memory."""
         settings = self.settings
         self._runner = runner = await load_runner(settings)
+        spec = "scripted" if settings.runner == "scripted" else settings.model
+        tokenizer = await in_thread(lambda: load_tokenizer(spec), name="tokenizer-load")
         layout = size_layout(runner, settings)
         self._memory = memory = KvMemory.create(layout, settings.max_batch)
         runner.bind(layout, memory.views(), memory.doorbell)
-        identity = self._identity(runner, memory)
+        identity = self._identity(runner, memory, tokenizer.fingerprint)
         loop = asyncio.get_running_loop()
         pump = EventPump(loop)
         self.routers = RouterLinks(
@@ -146,7 +148,7 @@ class Worker:
             pump=pump,
             tasks=self.service.tasks,
             channels=PrefillChannels(self._channel, self.service.tasks),
-            meters=Meters(identity.served_name, lambda: core.counters),
+            meters=Meters(identity.served_name, lambda: core.counters, core.pool.counts),
             link=link,
             at_step=self._at_step,
         )
@@ -175,9 +177,8 @@ class Worker:
             identity.worker_id, identity.served_name, layout.num_pages, layout.page_size, identity.max_model_len,
         )  # fmt: skip
 
-    def _identity(self, runner: Runner, memory: KvMemory) -> Identity:
+    def _identity(self, runner: Runner, memory: KvMemory, tokenizer_fingerprint: str) -> Identity:
         settings, info = self.settings, runner.info
-        spec = "scripted" if settings.runner == "scripted" else settings.model
         return Identity(
             worker_id=settings.instance or f"{socket.gethostname()}-{settings.role}",
             incarnation=self.incarnation,
@@ -186,7 +187,7 @@ class Worker:
             layout=memory.layout,
             base_seed=base_seed(info.name, info.revision, memory.layout.dtype, {"seed": str(settings.seed)}),
             max_model_len=min(settings.max_model_len or info.max_model_len, info.max_model_len),
-            tokenizer_fingerprint=load_tokenizer(spec).fingerprint,
+            tokenizer_fingerprint=tokenizer_fingerprint,
         )
 
     def _link(self, identity: Identity, memory: KvMemory) -> SidecarLink | None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from kvmesh.engine.events import Counters, LoadSnapshot, StepDone, Usage
+from kvmesh.kv.pool import PoolCounts
 from kvmesh.telemetry import metrics, names
 
 # Gauges follow the load at most this often: steps of a small model last milliseconds.
@@ -16,10 +17,16 @@ class Meters:
     """Metrics of one engine, labelled with the model it serves."""
 
     def __init__(
-        self, model: str, counters: Callable[[], Counters], clock: Callable[[], float] = time.monotonic
+        self,
+        model: str,
+        counters: Callable[[], Counters],
+        pages: Callable[[], PoolCounts],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`counters` and `pages` are read on this thread while the core's writes them: a little late is fine."""
         self._model = model
         self._counters = counters
+        self._pages = pages
         self._clock = clock
         self._next = 0.0
         self._seen = Counters()
@@ -40,6 +47,8 @@ class Meters:
         metrics.gauge(names.NUM_REQUESTS_WAITING).labels(model).set(load.waiting)
         metrics.gauge(names.KV_CACHE_USAGE).labels(model).set(1.0 - load.free_pages / max(1, load.total_pages))
         metrics.gauge(names.STALLED).labels(model).set(int(load.stalled))
+        for state, count in self._pages()._asdict().items():
+            metrics.gauge(names.KV_PAGES).labels(model, state).set(count)
         counters, seen = self._counters(), self._seen
         for metric, name in (
             (names.PROMPT_TOKENS, "prompt_tokens"),
