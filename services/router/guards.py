@@ -21,6 +21,7 @@ from services.router.wordlists import (
     NEGATIONS,
     NUMBER_WORDS,
     PIVOTAL,
+    PLACED,
     PREPOSITIONS,
     fold,
 )
@@ -87,10 +88,11 @@ def _words_differ(a: list[str], b: list[str], *, anchored: bool) -> str:
             return "grammar"
     if (only_a | only_b) - FILLERS:
         return "words"
-    shared = set(a) & set(b) - FILLERS
-    if not shared and not anchored and set(a) != set(b):
+    common = set(a) & set(b)
+    if not common - FILLERS and not anchored and set(a) != set(b):
         return "nothing shared"
-    if _order(a, shared) != _order(b, shared):
+    ordered = common - (FILLERS - PLACED)
+    if _order(a, ordered) != _order(b, ordered):
         return "order"
     return ""
 

@@ -116,6 +116,9 @@ ANTONYMS = _antonyms()
 # Of two texts that each have one of these alone, one says "from" where the other says "to".
 PREPOSITIONS = _folded("from to by for with about into onto on in at of off through under over between")
 
+# Fillers whose place among the other words matters: to the airport from here, from the airport to here.
+PLACED = _folded("from by here there")
+
 # Who, when, how: a question and the same words after another of these, or none, are two questions.
 INTERROGATIVES = _folded("what who whom whose when where why how")
 MODALS = _folded("can may should must will need")
