@@ -126,7 +126,12 @@ class TorchRunner:
         if not batch.slices:
             raise Internal("a step without slices")
         kv.copy_pages(batch.copies)
-        plan = plan_step([(s.token_ids, s.start, s.block_table) for s in batch.slices], kv, self.info.vocab_size, self.model.backend == "torch")
+        plan = plan_step(
+            [(s.token_ids, s.start, s.block_table) for s in batch.slices],
+            kv,
+            self.info.vocab_size,
+            self.model.backend == "torch",
+        )
 
         def kv_ready(layer: int) -> None:
             doorbell.ring()

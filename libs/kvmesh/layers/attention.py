@@ -34,9 +34,12 @@ def _decode(layer: torch.Tensor, q: torch.Tensor, group: DecodeGroup, kv: PagedK
     pages = layer[group.table]  # (rows, pages, kv_heads, 2, page_size, dim)
     k, v = pages.permute(3, 0, 2, 1, 4, 5).to(torch.float32, memory_format=torch.contiguous_format).unbind(0)
     k, v = (x.reshape(rows * kv.kv_heads, -1, dim) for x in (k, v))
-    folded = q.float().view(rows * kv.kv_heads, heads // kv.kv_heads, dim) * dim**-0.5
+    folded = q.float().reshape(rows * kv.kv_heads, heads // kv.kv_heads, dim) * dim**-0.5
     scores = torch.bmm(folded, k.transpose(1, 2)).view(rows, kv.kv_heads, heads // kv.kv_heads, -1)
-    weights = torch.softmax(scores + group.bias, dim=-1).view(rows * kv.kv_heads, heads // kv.kv_heads, -1)
+    # Filled, not added: what lies past a sequence's end is another's stale KV, and inf - inf would be NaN.
+    weights = torch.softmax(scores.masked_fill(group.masked, -torch.inf), dim=-1).view(
+        rows * kv.kv_heads, heads // kv.kv_heads, -1
+    )
     return torch.bmm(weights, v).view(rows, heads, dim).to(q.dtype)
 
 
@@ -48,7 +51,7 @@ def prefill_chunk(layer: torch.Tensor, q: torch.Tensor, chunk: Chunk, kv: PagedK
     k, v = pages.permute(2, 1, 0, 3, 4).to(torch.float32, memory_format=torch.contiguous_format).unbind(0)
     shape = (kv.kv_heads, group, length, dim)
     k, v = (x.reshape(kv.kv_heads, 1, -1, dim)[:, :, :length].expand(shape) for x in (k, v))
-    folded = q.float().view(tokens, kv.kv_heads, group, dim).permute(1, 2, 0, 3)
+    folded = q.float().reshape(tokens, kv.kv_heads, group, dim).permute(1, 2, 0, 3)
     if chunk.start == 0:
         out = functional.scaled_dot_product_attention(folded, k, v, is_causal=True)
     else:

@@ -61,11 +61,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Rows of one token each, attended in one batch: table int64 (rows, pages) padded, bias fp32 (rows, 1, 1, tokens)."""
+    """Rows of one token each, attended in one batch.
+
+    table: int64 (rows, pages), padded; masked: bool (rows, 1, 1, tokens), True past a sequence's end.
+    """
 
     rows: tuple[int, int]
     table: torch.Tensor
-    bias: torch.Tensor
+    masked: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,6 @@ def _decode_groups(tables: Int32Array, lengths: npt.NDArray[np.int64], kv: Paged
         pages = -(-int(lengths[end - 1]) // kv.page_size)
         table = torch.from_numpy(tables[at:end, :pages].astype(np.int64))
         masked = np.arange(pages * kv.page_size)[None] >= lengths[at:end, None]
-        bias = np.where(masked, np.float32(-np.inf), np.float32(0.0)).astype(np.float32)
-        groups.append(DecodeGroup((at, end), table, torch.from_numpy(bias)[:, None, None, :]))
+        groups.append(DecodeGroup((at, end), table, torch.from_numpy(masked)[:, None, None, :]))
         at = end
     return groups

@@ -43,7 +43,7 @@ class ModelConfig:
     bos_token_id: int | None = None
 
     def validate(self, where: str) -> ModelConfig:
-        """Returns self; DataLoss naming `where` if the sizes cannot be a model's (a corrupt header must not allocate)."""
+        """Returns self. DataLoss naming `where` if a size cannot be a model's: a corrupt header must not allocate."""
         sizes = {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,

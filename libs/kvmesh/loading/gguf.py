@@ -9,6 +9,7 @@ truncated or corrupt file raises `DataLoss` that says what was being read, and n
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import struct
 from dataclasses import dataclass
@@ -253,7 +254,7 @@ class GgufFile:
         return np.frombuffer(self._map, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """Typed metadata: an int for an int, a float also from an int. DataLoss when absent with no default, or wrong."""
+        """Typed metadata; an int also serves as a float. DataLoss when it is absent with no default, or wrong."""
         value = self.metadata.get(key, default)
         if kind is float and isinstance(value, int):
             value = float(value)
@@ -265,10 +266,8 @@ class GgufFile:
 
     def close(self) -> None:
         """Unmap. A view still alive keeps the map alive instead of becoming a dangling pointer."""
-        try:
+        with contextlib.suppress(BufferError):
             self._map.close()
-        except BufferError:
-            pass
 
     def __enter__(self) -> GgufFile:
         return self

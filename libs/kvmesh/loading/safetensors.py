@@ -1,7 +1,8 @@
-"""A bounds-checked safetensors reader over mmap. Torch-free; knows bf16, which the numpy side of the package does not."""
+"""A bounds-checked safetensors reader over mmap. Torch-free; bf16 comes as uint16, since numpy has none."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 from dataclasses import dataclass
@@ -100,7 +101,5 @@ class SafetensorsFile:
 
     def close(self) -> None:
         """Unmap; a view still alive keeps the map alive."""
-        try:
+        with contextlib.suppress(BufferError):
             self._map.close()
-        except BufferError:
-            pass

@@ -56,7 +56,7 @@ def adjust(logits: Floats, sample: SampleInput) -> Floats:
 def distribution(row: Floats, params: SamplingParams) -> tuple[Ids, npt.NDArray[np.float64]]:
     """(token ids, probabilities summing to 1) that survive temperature, top-k, top-p and min-p; temperature > 0.
 
-    Ids ascend where no top-p sort was needed. Ties at the top-k edge are all kept; top-p keeps the smallest set of
+    Ids ascend. Ties at the top-k edge are all kept; top-p keeps the smallest set of
     most likely tokens whose mass reaches `top_p` (the token that crosses it included), after top-k's renormalization.
     """
     vocab = len(row)
@@ -72,30 +72,27 @@ def distribution(row: Floats, params: SamplingParams) -> tuple[Ids, npt.NDArray[
         scaled = (row - row.max()) / np.float32(params.temperature)
         probs = np.exp(scaled).astype(np.float64)
     probs /= probs.sum()
-    if params.min_p > 0.0:
+    if params.min_p > 0.0 or params.top_p < 1.0:
+        # Both are thresholds on one distribution: min-p is relative to the largest, so that renormalizing between
+        # them would change nothing.
         keep = probs >= params.min_p * probs.max()
-        if params.top_p >= 1.0:
-            ids, probs = ids[keep], probs[keep]
-    if params.top_p < 1.0:
-        ids, probs = _nucleus(ids, probs, params.top_p, params.min_p)
+        if params.top_p < 1.0:
+            keep &= _nucleus(probs, params.top_p)
+        ids, probs = ids[keep], probs[keep]
     return ids, probs / probs.sum()
 
 
-def _nucleus(
-    ids: Ids, probs: npt.NDArray[np.float64], top_p: float, min_p: float
-) -> tuple[Ids, npt.NDArray[np.float64]]:
-    # Tokens below (1 - top_p) / n together weigh less than the tail that is cut, so they need no sorting.
-    likely = np.flatnonzero(probs >= (1.0 - top_p) / len(probs))
-    order = likely[np.argsort(-probs[likely], kind="stable")]
-    ordered = probs[order]
+def _nucleus(probs: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.bool_]:
+    """Mask of the smallest set whose mass reaches top_p. Of equals at the edge the lowest ids stay, on any machine."""
+    # Tokens below (1 - top_p) / n together weigh less than the tail that is cut, so they need no sorting; and sorting
+    # values is several times cheaper than sorting indices.
+    ordered = np.sort(probs[probs >= (1.0 - top_p) / len(probs)])[::-1]
     before = np.cumsum(ordered) - ordered
     count = max(1, int(np.searchsorted(before, top_p, side="left")))
-    order, ordered = order[:count], ordered[:count]
-    if min_p > 0.0:
-        # Relative to the largest, so renormalizing first would change nothing.
-        count = max(1, int((ordered >= min_p * ordered[0]).sum()))
-        order, ordered = order[:count], ordered[:count]
-    return ids[order], ordered
+    edge = ordered[count - 1]
+    keep = probs > edge
+    keep[np.flatnonzero(probs == edge)[: count - int(np.count_nonzero(keep))]] = True
+    return keep
 
 
 def draw(ids: Ids, probs: npt.NDArray[np.float64], noise: float) -> int:
