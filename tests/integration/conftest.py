@@ -136,6 +136,7 @@ async def answer(mesh: Mesh, text: str, **sampling: Any) -> tuple[str, Any]:
     out = []
     sampling.setdefault("max_tokens", 16)
     sampling.setdefault("temperature", 0.0)
+    sampling.setdefault("seed", 7)
     async with mesh.client() as client:
         async for event in client.chat([{"role": "user", "content": text}], model=mesh.model, **sampling):
             if event.HasField("delta"):

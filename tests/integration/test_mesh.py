@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from conftest import answer, mesh_up, settled, until
@@ -34,9 +35,11 @@ async def test_tcp_transport_when_asked_for() -> None:
         assert all(link.reason for link in links)
 
 
-async def test_second_identical_request_comes_from_the_exact_cache() -> None:
+async def test_second_identical_request_comes_from_the_exact_cache(tmp_path: Path) -> None:
     # The scripted model must end by itself: only complete answers are stored.
-    async with mesh_up(settings={"decode.scripted_eos_after": "8"}) as mesh:
+    program = tmp_path / "program.json"
+    program.write_text('{"eos_after": 8}')
+    async with mesh_up(settings={"decode.scripted_faults": str(program)}) as mesh:
         first, finished = await answer(mesh, "same question", max_tokens=32)
         assert finished.served.cache in ("", "none")
 

@@ -47,6 +47,12 @@ class MeshPlan:
         return tuple(spec for stage in self.stages for spec in stage)
 
 
+def _flag(name: str, value: object) -> str:
+    """Settings of type bool are flags without a value: --name or --no-name."""
+    switch = {"true": f"--{name}", "false": f"--no-{name}"}
+    return switch.get(str(value).lower(), f"--{name}={value}")
+
+
 def plan_mesh(options: MeshOptions, run_dir: Path, *, redis: tuple[str, ...] = (), redis_url: str = "") -> MeshPlan:
     """Build the plan. `redis` is the argv of an embedded Redis-compatible server, empty for none or an outside one.
 
@@ -72,7 +78,7 @@ def plan_mesh(options: MeshOptions, run_dir: Path, *, redis: tuple[str, ...] = (
             if scope == service:
                 given[setting] = value
         argv = [sys.executable, "-m", f"services.{service}"]
-        argv += [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if value not in ("", None)]
+        argv += [_flag(key.replace("_", "-"), value) for key, value in given.items() if value not in ("", None)]
         return tuple(argv)
 
     def spec(service: str, name: str, serving: str, timeout: float = 60.0, **values: object) -> ProcessSpec:
