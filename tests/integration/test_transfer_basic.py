@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from transfer_kit import Engine, make_layout, sidecars, soon
 
 

@@ -48,6 +48,10 @@ class SidecarProcess:
 
     async def start(self) -> None:
         """Start (or start a successor on the same addresses) and wait until it listens."""
+        await asyncio.to_thread(self.start_now)
+
+    def start_now(self) -> None:
+        """See `start`."""
         self.starts += 1
         ready = self.folder / f"{self.name}.{self.starts}.json"
         log = (self.folder / f"{self.name}.log").open("ab")
@@ -69,7 +73,7 @@ class SidecarProcess:
         while not ready.exists():
             assert self.process.poll() is None, f"{self.name} ended: {self.log()}"
             assert time.monotonic() < deadline, f"{self.name} is not up: {self.log()}"
-            await asyncio.sleep(0.02)
+            time.sleep(0.02)
         self.port = int(json.loads(ready.read_text())["address"].rpartition(":")[2])
 
     @property
@@ -80,6 +84,15 @@ class SidecarProcess:
     def pid(self) -> int:
         assert self.process is not None
         return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def wait(self) -> int:
+        """Exit status, once it has ended by itself."""
+        assert self.process is not None
+        return self.process.wait(15)
 
     def log(self) -> str:
         return (self.folder / f"{self.name}.log").read_text(errors="replace")

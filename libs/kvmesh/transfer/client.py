@@ -7,15 +7,26 @@ import contextlib
 import itertools
 import logging
 import os
+import socket
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from kvmesh import errors
-from kvmesh.errors import DataLoss, DeadlineExceeded, InvalidArgument, KvmeshError, TransferFailed, Unavailable
+from kvmesh.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    InvalidArgument,
+    KvmeshError,
+    NotFound,
+    TransferFailed,
+    Unavailable,
+)
 from kvmesh.kv.fds import close_fds
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.pidfd import check_pidfd, open_pidfd
@@ -28,6 +39,8 @@ from kvmesh.transfer.wire import MAX_HELLO_BYTES, PROTOCOL, FrameSocket, open_un
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 15.0
+# Linux 6.5; Python has no name for it yet.
+_SO_PEERPIDFD = 77
 _BY_REASON: dict[str, type[KvmeshError]] = {
     cls.reason: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KvmeshError)
 }
@@ -94,6 +107,7 @@ class SidecarClient:
         self._transfers: dict[int, TransferHandle] = {}
         self._writers: Writers = Writers()
         self._own_writers = True
+        self._sidecar = 0
         self._closed = False
 
     @classmethod
@@ -155,6 +169,7 @@ class SidecarClient:
             answer = await self._call(pb.EngineMessage(hello=hello), fds)
         finally:
             os.close(pidfd)
+        self._sidecar = self._writers.sidecar_joined(_peer_pidfd(sock))
         if answer.WhichOneof("body") != "hello" or len(answer.hello.region_keys) != len(names):
             raise DataLoss("the sidecar answered the hello with something else")
         self.sidecar_id = answer.hello.sidecar_id
@@ -302,8 +317,6 @@ class SidecarClient:
         if self._eventfd >= 0:
             os.close(self._eventfd)
             self._eventfd = -1
-        if self._own_writers and not self._slots:
-            self._writers.close()
 
     def _end(self, error: KvmeshError) -> None:
         for future in self._calls.values():
@@ -311,16 +324,14 @@ class SidecarClient:
                 future.set_exception(error)
         self._calls.clear()
         for transfer in self._transfers.values():
-            # The sidecar only reads our pages; gone, or with the connection closed, it fences before anything else.
-            if not transfer.done.done():
-                transfer.done.set_exception(TransferFailed(error.message))
+            # It may still read our pages, and send what it finds there.
+            self._writers.when_gone(partial(_reject, transfer.done, error.message), only=self._sidecar)
         self._transfers.clear()
         slots, self._slots = self._slots, {}
         for handle in slots.values():
             if not handle.completed.done():
                 handle.completed.set_exception(TransferFailed(error.message))
-            self._writers.when_gone(lambda handle=handle: _resolve(handle.drained))  # type: ignore[misc]
-        self._slots.clear()
+            self._writers.when_gone(partial(_resolve, handle.drained))
         self._shut()
 
     def _on_closed(self, error: KvmeshError | None) -> None:
@@ -448,6 +459,23 @@ class SidecarClient:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def _reject(future: asyncio.Future[int], reason: str) -> None:
+    if not future.done():
+        future.set_exception(TransferFailed(reason))
+
+
+def _peer_pidfd(sock: socket.socket) -> int:
+    """A pidfd of the process that listens there. Raises NotFound where it is gone or out of sight."""
+    try:
+        # Also across PID namespaces.
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        pid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        if pid <= 0:
+            raise NotFound("the sidecar's process is out of sight, and this kernel has no SO_PEERPIDFD") from None
+        return open_pidfd(pid)
 
 
 def _seen(future: asyncio.Future[SlotResult] | asyncio.Future[int]) -> None:

@@ -1,7 +1,9 @@
-"""Writers that hold this engine's memory, by pidfd, and the slots of a dead sidecar that wait for them.
+"""Processes that hold this engine's memory, by pidfd, and what waits for them when a sidecar is lost.
 
-While a sidecar lives it decides when a slot is drained. When it dies, this does: a slot of the dead sidecar is drained
-once every writer that had joined by then has unmapped (told through the successor) or exited.
+While a sidecar lives it decides when a slot is drained. When its connection is lost, this does: a slot is drained once
+every writer that had joined by then has unmapped (told through the successor) or exited. The sidecar itself counts too:
+a lost connection is no proof that it has stopped moving bytes; its exit is, and so is the next registration, since a
+sidecar takes an engine in only when everything of the one before is let go of.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +20,7 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class _Waiting:
     links: set[int]
-    drained: Callable[[], None] = field(repr=False)
+    done: Callable[[], None]
 
 
 class Writers:
@@ -28,11 +30,20 @@ class Writers:
         self._loop = asyncio.get_running_loop()
         self._pidfds: dict[int, int] = {}
         self._waiting: list[_Waiting] = []
+        self._sidecars = 0
 
     @property
     def links(self) -> list[int]:
-        """Links whose writers may still hold the memory."""
-        return list(self._pidfds)
+        """Links whose writers may still hold the memory; sidecars aside."""
+        return [link for link in self._pidfds if link > 0]
+
+    def sidecar_joined(self, pidfd: int) -> int:
+        """We have registered with a sidecar. Takes its pidfd over; returns the name to wait for it by."""
+        for link in [link for link in self._pidfds if link < 0]:
+            self.gone(link)
+        self._sidecars += 1
+        self.joined(-self._sidecars, pidfd)
+        return -self._sidecars
 
     def joined(self, link_id: int, pidfd: int) -> None:
         """A writer was let in. Takes the pidfd over."""
@@ -53,20 +64,15 @@ class Writers:
             waiting.links.discard(link_id)
             if not waiting.links:
                 self._waiting.remove(waiting)
-                waiting.drained()
+                waiting.done()
 
-    def when_gone(self, drained: Callable[[], None]) -> None:
-        """Call `drained` once every writer of now is gone; at once where there is none."""
-        if not self._pidfds:
-            drained()
+    def when_gone(self, done: Callable[[], None], *, only: int | None = None) -> None:
+        """Call `done` once every process of now (or that one) is gone; at once where there is none."""
+        links = set(self._pidfds) if only is None else {only} & set(self._pidfds)
+        if not links:
+            done()
         else:
-            self._waiting.append(_Waiting(set(self._pidfds), drained))
-
-    def retain(self, links: Iterable[int]) -> None:
-        """Forget writers that nobody waits for any more, except these."""
-        wanted = set(links).union(*(waiting.links for waiting in self._waiting)) if self._waiting else set(links)
-        for link_id in [link for link in self._pidfds if link not in wanted]:
-            self.gone(link_id)
+            self._waiting.append(_Waiting(links, done))
 
     def close(self) -> None:
         """Forget everything; what waits is told never."""
