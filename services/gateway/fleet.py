@@ -191,6 +191,15 @@ class Fleet:
                     return info
         return None
 
+    def context(self, model: str) -> int:
+        """Longest prompt + output in tokens that EVERY worker of the model takes, so that any of them can serve it.
+
+        A worker's pool may hold less than the model's context.
+        """
+        infos = [m.info for m in self._members.values() if m.info.role in GENERATING and m.info.model == model]
+        pools = [info.total_pages * info.page_size for info in infos if info.total_pages and info.page_size]
+        return min([info.max_model_len for info in infos] + pools, default=0)
+
     def models(self) -> list[pb.Model]:
         """Served models with their worker counts, by name."""
         found: dict[str, pb.Model] = {}

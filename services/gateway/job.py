@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvmesh.errors import Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.limits import RequestLimits
@@ -37,9 +38,20 @@ class Job:
     tau: float | None = None
     cache_salt: str = ""
     messages: Sequence[pb.ChatMessage] = ()
+    remake: Callable[[str], Awaitable[Job]] | None = None
+    """The same request for another model, when the router decides that an alias stands for that one."""
     prompt_text: str = ""
     default_length: bool = False
     """True when `max_tokens` is what the context holds, not the client's wish."""
+
+    async def retarget(self, model: str) -> None:
+        """Become the same request for `model`. InvalidArgument and the like when it does not fit that one."""
+        if self.remake is None:
+            raise Unavailable(f"{self.model!r} stands for another model now; send the request again")
+        other = await self.remake(model)
+        self.served, self.fingerprint, self.tokenizer = other.served, other.fingerprint, other.tokenizer
+        self.token_ids, self.sampling = other.token_ids, other.sampling
+        self.model = model
 
     @property
     def cost(self) -> int:

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 # A worker that the router names and we are not connected to yet: it has just attached.
 NEW_LINK_WAIT_S = 1.0
 LOCAL_ALTERNATES = 3
+MAX_ROUTES = 4
 # Refusals that say something about the worker, not about the request: another one may take it.
 _ELSEWHERE = (FailedPrecondition, DeadlineExceeded, NotFound, Internal, Cancelled)
 PREFILL_TARGETS = 3
@@ -151,7 +152,9 @@ class Placer:
 
     async def _route(self, job: Job, progress: Progress) -> Decision | None:
         cache = job.cache
-        while len(self._routers):
+        # Each turn asks for less: another model's name once, then no cache. The bound is for a router that contradicts
+        # itself.
+        for _ in range(MAX_ROUTES if len(self._routers) else 0):
             request = job.route_request(self._fleet.gateway_id, cache=cache, exclude=sorted(progress.excluded))
             try:
                 response = await self._routers.route(request, job.tenant)
@@ -164,24 +167,25 @@ class Placer:
                     return None
                 raise
             progress.decision_id = response.decision_id
+            if response.model and response.model != job.served and progress.attempt == 0:
+                # The alias stands for another model than we tokenized for: ask again, by that name.
+                await job.retarget(response.model)
+                continue
             kind = response.WhichOneof("decision")
             if kind == "answer" and len(response.answer.choices) == job.sampling.n:
                 model = response.model or job.served
                 return Decision(model, response.answer.revision, answer=response.answer)
             if kind == "placement":
                 return await self._placement(job, progress, response)
-            if cache == pb.CACHE_MODE_OFF:
-                log.error("the router answers %s although the cache is off", kind)
-                return None
             # A running twin to follow, or an answer that does not fit: ask again for workers alone.
             cache = pb.CACHE_MODE_OFF
+        if len(self._routers):
+            log.error("the router gives no usable decision for request %s", job.inner_id)
         return None
 
     async def _placement(self, job: Job, progress: Progress, response: router_pb2.RouteResponse) -> Decision | None:
         placement = response.placement
         model = response.model or job.served
-        if model != job.served:
-            raise Unavailable(f"{job.model!r} now stands for another model ({model}); send the request again")
         pairs = [placement.pair, *placement.alternates]
         links = [(self._fleet.link(pair.decode), pair) for pair in pairs if pair.HasField("decode")]
         waited = False

@@ -71,14 +71,20 @@ class Preparer:
             validate.check_prompt_text(request.text, self._rules.max_prompt_bytes)
 
     async def job(
-        self, request: pb.GenerateRequest | pb.ChatRequest, principal: Principal, request_id: str, limits: RequestLimits
+        self,
+        request: pb.GenerateRequest | pb.ChatRequest,
+        principal: Principal,
+        request_id: str,
+        limits: RequestLimits,
+        *,
+        served: str = "",
     ) -> Job:
-        """The job of a request that passed `check`."""
-        info = self._worker(request.model)
+        """The job of a request that passed `check`. `served`: the model behind an alias, "" = as the fleet says."""
+        info = self._worker(served or request.model)
         tokenizer = await self._tokenizers.get(info)
         bounds = validate.Bounds(
             vocab_size=tokenizer.vocab_size,
-            max_model_len=info.max_model_len,
+            max_model_len=self._fleet.context(info.model),
             max_prompt_bytes=self._rules.max_prompt_bytes,
             max_prompt_tokens=self._rules.max_prompt_tokens,
             max_choices=self._rules.max_choices,
@@ -110,6 +116,7 @@ class Preparer:
             cache_salt=request.cache_salt,
             messages=request.messages if isinstance(request, pb.ChatRequest) else (),
             prompt_text="" if isinstance(request, pb.ChatRequest) else request.text,
+            remake=lambda model: self.job(request, principal, request_id, limits, served=model),
             default_length=not request.sampling.HasField("max_tokens"),
         )
 

@@ -95,7 +95,10 @@ class Request:
             self._placing.cancel()
         if self._placed is not None:
             self._placed.inbox.fail(error)
-        # The handler may be stuck in a write; it gets a grace to tell the client, then it is ended.
+        self._cut_off_later()
+
+    def _cut_off_later(self) -> None:
+        """The handler may be stuck in a write; it gets a grace to tell the client, then it is ended."""
         if self._handler is not None:
             self._timers.append(self._loop.call_later(STALL_GRACE_S, self._handler.cancel))
 
@@ -341,7 +344,9 @@ class Request:
     async def _fail(self, job: Job, observer: Observer, error: KvmeshError) -> None:
         """Tell the client: before acceptance by the call's status (raised here), after it by the terminal event."""
         self._release()
-        self.error = self.error or error
+        if self.error is None:
+            self.error = error
+            self._cut_off_later()
         self._note_failure(job, observer, error)
         if self._accepted_at is None:
             raise error

@@ -1,0 +1,193 @@
+"""Which worker gets a request, and what it is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from conftest import World, end_of, kinds, text_of
+from kvmesh.errors import Internal, InvalidArgument, NotFound
+from kvmesh.proto.v1 import engine_pb2, router_pb2
+from kvmesh.proto.v1 import inference_pb2 as pb
+
+
+async def test_an_alias_that_the_router_reads_otherwise(world: World) -> None:
+    first = await world.worker("first")
+    second = await world.worker("second", model="other", max_model_len=500, text="other")
+    router = await world.router()
+
+    async def other_model(request: router_pb2.RouteRequest) -> router_pb2.RouteResponse:
+        response = router.placement(request)
+        response.placement.pair.decode.CopyFrom(second.info)
+        response.model = "other"
+        return response
+
+    router.decide = other_model
+    await world.start()
+    await world.until(lambda: len(world.gateway.fleet.links()) == 2)
+    world.gateway.fleet.example = lambda model: {"auto": first.info, "other": second.info}[model]  # type: ignore[method-assign]
+    events = await world.ask(model="auto")
+    assert text_of(events) == "other"
+    assert events[0].accepted.model == "other"
+    assert [request.model for request in router.routes.items] == ["auto", "other"]
+    (request,) = second.submits.items
+    assert request.model == "other"
+    assert len(request.token_ids) + request.sampling.max_tokens == 500
+    assert not events[-1].finished.served.degraded
+
+
+async def test_the_default_length_fits_every_workers_pool(world: World) -> None:
+    worker = await world.worker("small", max_model_len=4096)
+    worker.info.total_pages = 20
+    await world.worker("large", max_model_len=4096)
+    await world.start(static=True)
+    await world.until(lambda: len(world.gateway.fleet.links()) == 2)
+    for sampling in (None, {"max_tokens": 3000}):
+        events = await world.ask(sampling=sampling)
+        assert text_of(events) == "hello"
+    for fake in world.workers:
+        for request in fake.submits.items:
+            assert len(request.token_ids) + request.sampling.max_tokens == 20 * 16
+    error = await end_of(world.chat("x" * 400))
+    assert error.code().name == "INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize("error", [InvalidArgument("?"), Internal("?"), NotFound("?")])
+async def test_a_confused_router_means_degraded(world: World, error: Any) -> None:
+    await world.worker()
+    router = await world.router()
+
+    async def confused(request: Any) -> router_pb2.RouteResponse:
+        raise error
+
+    router.decide = confused
+    await world.start()
+    assert (await world.ask())[-1].finished.served.degraded
+    assert (await end_of(world.chat(model="nope"))).code().name == "NOT_FOUND"
+
+
+async def test_a_router_that_only_ever_says_follow(world: World) -> None:
+    await world.worker()
+    router = await world.router()
+
+    async def follow(request: Any) -> router_pb2.RouteResponse:
+        return router_pb2.RouteResponse(follow=router_pb2.Flight(flight_id="f"), decision_id="f")
+
+    router.decide = follow
+    await world.start()
+    events = await world.ask()
+    assert events[-1].finished.served.degraded
+
+
+async def test_the_routers_prefill_targets_go_with_the_pair(world: World) -> None:
+    worker = await world.worker()
+    router = await world.router()
+    target = engine_pb2.PrefillTarget(worker_id="p", address="127.0.0.1:1", incarnation=7)
+
+    async def with_prefill(request: router_pb2.RouteRequest) -> router_pb2.RouteResponse:
+        response = router.placement(request)
+        response.placement.pair.prefill.append(target)
+        return response
+
+    router.decide = with_prefill
+    await world.start()
+    await world.ask(cache_salt="salt")
+    (request,) = worker.submits.items
+    assert list(request.prefill) == [target]
+    assert request.cache_salt == "salt"
+    assert request.prompt_len == len(request.token_ids)
+    assert request.attempt == 0
+
+
+async def test_without_a_router_prefill_workers_that_fit_are_named(world: World) -> None:
+    decode = await world.worker("decode")
+    decode.info.kvtransfer_address = "127.0.0.1:1"
+    decode.info.layout_fingerprint = b"same"
+    fits = await world.worker("fits", role=engine_pb2.WORKER_ROLE_PREFILL)
+    fits.info.kvtransfer_address = "127.0.0.1:2"
+    fits.info.layout_fingerprint = b"same"
+    other = await world.worker("other-layout", role=engine_pb2.WORKER_ROLE_PREFILL)
+    other.info.kvtransfer_address = "127.0.0.1:3"
+    other.info.layout_fingerprint = b"other"
+    router = await world.router()
+    await world.start(route_timeout_ms=200)
+    await world.until(lambda: len(list(world.gateway.fleet.members())) == 3)
+    await router.stop()
+    await world.ask()
+    (request,) = decode.submits.items
+    assert [target.worker_id for target in request.prefill] == ["fits"]
+    (model,) = (await world.stub.ListModels(pb.ListModelsRequest())).models
+    assert (model.prefill_workers, model.decode_workers) == (2, 1)
+
+
+async def test_power_of_two_prefers_the_idle_and_spreads_a_burst(world: World) -> None:
+    workers = [await world.worker(f"w{index}", max_batch=100) for index in range(4)]
+    workers[0].load.running = 90
+
+    async def hold(request: Any) -> None:
+        """Accept and send nothing."""
+
+    for worker in workers:
+        worker.on_submit = hold
+    await world.start(static=True)
+    await world.until(lambda: len(world.gateway.fleet.links()) == 4)
+    await world.until(lambda: any(link.load.running == 90 for link in world.gateway.fleet.links()))
+    calls = [world.chat(str(index)) for index in range(60)]
+    await world.until(lambda: sum(len(worker.submits.items) for worker in workers) == 60)
+    counts = Counter({worker.info.worker_id: len(worker.submits.items) for worker in workers})
+    # The loaded one is never the lesser of two; the others share evenly, by our own counts alone: no load moved.
+    assert counts["w0"] == 0
+    assert min(counts[f"w{index}"] for index in (1, 2, 3)) >= 12
+    for call in calls:
+        call.cancel()
+    await world.until(world.idle)
+
+
+async def test_a_restarted_worker_is_used_again(world: World) -> None:
+    old = await world.worker("w")
+    router = await world.router()
+    await world.start()
+    assert text_of(await world.ask()) == "hello"
+    await old.stop()
+    await world.until(lambda: not world.server.ready)
+    new = await world.worker("w", text="again")
+    router.workers[:] = [new]
+    router.tell()
+    await world.until(lambda: world.server.ready)
+    events = await world.ask()
+    assert kinds(events) == ["accepted", "delta", "finished"]
+    assert text_of(events) == "again"
+
+
+async def test_a_lagging_replica_does_not_bring_a_dead_incarnation_back(world: World) -> None:
+    worker = await world.worker("w")
+    await world.router()
+    lagging = await world.router([])
+    await world.start()
+    old = engine_pb2.WorkerInfo()
+    old.CopyFrom(worker.info)
+    old.incarnation -= 1
+    old.address = "127.0.0.1:1"
+    stale = router_pb2.WatchResponse(snapshot=True, workers=[router_pb2.WorkerStatus(info=old)])
+    world.gateway.fleet.update(lagging.address, stale)
+    assert world.server.ready
+    assert text_of(await world.ask()) == "hello"
+
+
+async def test_workers_of_one_live_replica_are_enough(world: World) -> None:
+    worker = await world.worker("w")
+    await world.router()
+    await world.start()
+    fleet = world.gateway.fleet
+    fleet.update("second", router_pb2.WatchResponse(snapshot=True))
+    assert len(fleet.links()) == 1
+    # The first goes away and the second, which is live, knows of no worker.
+    fleet.source_lost(world.routers[0].address)
+    assert not fleet.links()
+    # With none live, what was said last stands.
+    fleet.update(world.routers[0].address, router_pb2.WatchResponse(snapshot=True, workers=[worker.status()]))
+    await world.until(lambda: len(fleet.links()) == 1)
+    fleet.source_lost("second")
+    fleet.source_lost(world.routers[0].address)
+    assert len(fleet.links()) == 1
