@@ -22,7 +22,7 @@ from services.router.fleet import MAX_ID_BYTES, MAX_NAME_BYTES, Family, Fleet
 
 Clock = Callable[[], float]
 
-MAX_CACHE_S = 0.06
+MAX_CACHE_S = 0.05
 PLACEMENT_RESERVE_S = 0.03
 """Of the caller's deadline: what look-ups leave for placement and the way back."""
 

@@ -1,0 +1,51 @@
+"""The router's part in a whole mesh: a paraphrase is answered from the semantic cache, a near miss is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import Mesh, mesh_up, until
+
+
+async def ask(mesh: Mesh, text: str) -> tuple[str, str]:
+    """(text, cache) of an answer to a chat with nothing but the message set."""
+    out = []
+    async with mesh.client() as client:
+        async for event in client.chat([{"role": "user", "content": text}], model="auto"):
+            assert not event.HasField("error"), event
+            out.append(event.delta.text)
+            if event.HasField("finished"):
+                return "".join(out), event.finished.served.cache
+    raise AssertionError("the stream ended without a terminal event")
+
+
+async def test_a_paraphrase_is_answered_from_the_semantic_cache(tmp_path: Path) -> None:
+    program = tmp_path / "program.json"
+    program.write_text('{"eos_after": 8}')
+    settings = {"decode.scripted_faults": str(program), "router.semantic_threshold": "0.85"}
+    async with mesh_up(embedder="minilm", settings=settings) as mesh:
+
+        async def embedder_is_loaded() -> bool:
+            return (await mesh.status()).fleet.cache.embedder == "minilm"
+
+        async def remembered() -> bool:
+            return (await mesh.status()).fleet.cache.entries == 1
+
+        await until(embedder_is_loaded, "the embedder", timeout_s=30)
+        # Without Redis the semantic cache must do it alone.
+        mesh.kill("redis")
+        text, cache = await ask(mesh, "What is the capital of France?")
+        assert cache == "none"
+        await until(remembered, "the answer reported")
+
+        async def hit() -> bool:
+            # On a busy machine a look-up may run out of time; it is then a miss and its own answer is kept, so each
+            # try words its question anew.
+            nonlocal words
+            words = f"{words}, please"
+            return (await ask(mesh, words)) == (text, "semantic")
+
+        words = "Tell me, what is the capital of France"
+        await until(hit, "a semantic hit", timeout_s=30)
+        assert (await ask(mesh, "What is the capital of Germany?"))[1] == "none"
+        assert (await ask(mesh, "What is not the capital of France?"))[1] == "none"
