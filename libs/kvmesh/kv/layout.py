@@ -1,8 +1,10 @@
 """Where each byte of the KV cache lies: formulas, no memory.
 
-One region per engine rank and layer group, indexed region[layer][page]. For kind "full" a page of one layer is
-(kv_heads of the rank, 2, page_size, head_dim): K and V of a head side by side, so that any range of heads of a page is
-one contiguous write.
+One region per engine rank and layer group, indexed region[layer][page]. A page of one layer is, by the group's kind:
+
+    full  (kv_heads of the rank, 2, page_size, head_dim)   K and V of a head side by side, so that any range of heads of
+                                                           a page is one contiguous write
+    mla   (page_size, kv_lora_rank + rope_dim)             the same on every rank
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmesh.errors import InvalidArgument
+from kvmesh.kv.sharding import check_sharding
 
 LAYOUT_VERSION = 1
 DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -37,6 +40,7 @@ class KvGroup:
 
     layers: the model's layer numbers, ascending; the i-th of them is `layer_index` i inside the group's region.
     kv_heads: KV heads of the whole model, not of a rank; `KvLayout.tp` divides or replicates them.
+    Kind "mla": head_dim is kv_lora_rank + rope_dim, kv_heads is 1: one head, which each rank holds.
     """
 
     name: str
@@ -56,10 +60,17 @@ class KvGroup:
             raise InvalidArgument(f"kv group {self.name!r}: layers must be ascending, distinct and not negative")
         _in_range(f"kv group {self.name!r}: kv_heads", self.kv_heads, 1, MAX_HEADS)
         _in_range(f"kv group {self.name!r}: head_dim", self.head_dim, 1, MAX_HEAD_DIM)
+        if self.kind == "mla" and self.kv_heads != 1:
+            raise InvalidArgument(f"kv group {self.name!r}: kind mla has one kv head, got {self.kv_heads}")
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def planes(self) -> int:
+        """Arrays (page_size, head_dim) that a page has for each head: 2 where K and V are apart, else 1."""
+        return _PLANES[self.kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +105,7 @@ class KvLayout:
         if len(set(layers)) != len(layers):
             raise InvalidArgument("a layer is in more than one kv group")
         for group in self.groups:
-            if group.kv_heads % self.tp and self.tp % group.kv_heads:
-                raise InvalidArgument(
-                    f"kv group {group.name!r}: tp {self.tp} neither divides kv_heads {group.kv_heads} nor is a multiple"
-                )
+            check_sharding(f"kv group {group.name!r}", group.kv_heads, self.tp)
 
     @property
     def itemsize(self) -> int:
@@ -130,7 +138,8 @@ class KvLayout:
         return max(1, self.group(group).kv_heads // self.tp)
 
     def page_shape(self, group: KvGroup | str) -> tuple[int, ...]:
-        """Elements of one layer of a page on one rank; kind full: (heads_per_rank, 2, page_size, head_dim)."""
+        """Elements of one layer of a page on one rank: full (heads_per_rank, 2, page_size, head_dim), mla (page_size,
+        head_dim)."""
         group = self.group(group)
         return _PAGE_SHAPES[group.kind](self, group)
 
@@ -162,7 +171,10 @@ class KvLayout:
         return -(-num_tokens // self.page_size)
 
     def fingerprint(self) -> bytes:
-        """16 bytes over everything that two engines must share to exchange pages; num_pages and tp may differ."""
+        """16 bytes over everything but num_pages and tp: equal where a page of one is a page of the other.
+
+        Engines whose pages differ in size alone can still exchange tokens: `compatible` tells.
+        """
         digest = hashlib.blake2b(digest_size=16, person=b"kvmesh-layout")
         fields: list[str] = [
             str(self.version),
@@ -222,6 +234,35 @@ class KvLayout:
         )
 
 
+def compatible(src: KvLayout, dst: KvLayout) -> str | None:
+    """Why KV of `src` cannot be written into `dst`, None where it can.
+
+    version, dtype and the groups (by name: kind, layers, kv_heads, head_dim) must be equal; tp, num_pages and page_size
+    are free. Where equality of pages is wanted too, compare fingerprints.
+    """
+    for name in ("version", "dtype"):
+        if getattr(src, name) != getattr(dst, name):
+            return f"{name} is {getattr(src, name)} at the source, {getattr(dst, name)} at the destination"
+    sources, targets = ({group.name: group for group in layout.groups} for layout in (src, dst))
+    for name in (*sources, *targets):
+        if name not in sources or name not in targets:
+            return f"kv group {name!r} is not at the {'destination' if name in sources else 'source'}"
+        if (reason := group_mismatch(sources[name], targets[name])) is not None:
+            return reason
+    return None
+
+
+def group_mismatch(source: KvGroup, target: KvGroup) -> str | None:
+    """What differs between two groups of the same name, None for nothing."""
+    for name in ("kind", "layers", "kv_heads", "head_dim"):
+        here, there = getattr(source, name), getattr(target, name)
+        if here != there:
+            if name == "layers":
+                here, there = f"{len(here)} from {here[0]} on", f"{len(there)} from {there[0]} on"
+            return f"kv group {source.name!r}: {name} {here} at the source, {there} at the destination"
+    return None
+
+
 def group_view(buf: Any, layout: KvLayout, group: KvGroup | str) -> npt.NDArray[np.uint8]:
     """A uint8 view (layers, num_pages, page_bytes) of a region's buffer; writable if the buffer is.
 
@@ -238,8 +279,13 @@ def _full_page(layout: KvLayout, group: KvGroup) -> tuple[int, ...]:
     return (layout.heads_per_rank(group), 2, layout.page_size, group.head_dim)
 
 
-# One entry per kind: latent and MLA kinds add their page's shape here, nothing else changes.
-_PAGE_SHAPES: Mapping[str, Callable[[KvLayout, KvGroup], tuple[int, ...]]] = {"full": _full_page}
+def _mla_page(layout: KvLayout, group: KvGroup) -> tuple[int, ...]:
+    return (layout.page_size, group.head_dim)
+
+
+# One entry per kind in both: a further kind adds its page's shape, nothing else changes.
+_PAGE_SHAPES: Mapping[str, Callable[[KvLayout, KvGroup], tuple[int, ...]]] = {"full": _full_page, "mla": _mla_page}
+_PLANES: Mapping[str, int] = {"full": 2, "mla": 1}
 
 
 def _in_range(name: str, value: int, low: int, high: int) -> None:

@@ -114,8 +114,8 @@ def test_dict_round_trip_and_hostile_dicts():
 
 def test_refuses_what_cannot_be():
     full = ("full", "full", (0,), 2, 8)
-    with pytest.raises(InvalidArgument, match="not implemented: kv group kind 'mla'"):
-        KvGroup("x", "mla", (0,), 1, 8)
+    with pytest.raises(InvalidArgument, match="not implemented: kv group kind 'window'"):
+        KvGroup("x", "window", (0,), 1, 8)
     for layers in ((), (1, 0), (0, 0), (-1, 0)):
         with pytest.raises(InvalidArgument):
             KvGroup("x", "full", layers, 1, 8)
