@@ -246,14 +246,18 @@ class Request:
             items = await (self._last_items(placed) if output.ended else placed.inbox.get())
             if items is None:
                 break
+            # A handler that falls behind finds several frames at once and sends them as one: its cost is bounded.
+            pending: dict[int, pb.Delta] = {}
             for item in items:
                 if isinstance(item, engine_pb2.SequenceDelta):
-                    await self._delta(placed, output, item, observer)
+                    self._feed(placed, output, item, pending)
                 elif isinstance(item, engine_pb2.PromptLogprobs):
                     self._shown = True
                     await self._send(events.prompt([output.name_tokens(entry) for entry in item.logprobs]))
                 else:
                     self._worker_end, ended = item, True
+            for delta in pending.values():
+                await self._deliver(delta, observer)
         if not output.ended:
             raise Internal("the worker ended the request before its choices")
         if output.buffered:
@@ -278,13 +282,21 @@ class Request:
                 raise
             return None
 
-    async def _delta(self, placed: Placed, output: Output, given: engine_pb2.SequenceDelta, observer: Observer) -> None:
+    def _feed(
+        self, placed: Placed, output: Output, given: engine_pb2.SequenceDelta, pending: dict[int, pb.Delta]
+    ) -> None:
+        """Turn a worker's delta into the client's, joined to what is pending for the same choice."""
         self._first_token = self._first_token or bool(given.token_ids)
         delta, stopped = output.feed(given)
         if stopped and self._placed is placed:
             placed.link.abort(placed.key, [given.choice])
-        if delta is not None:
-            await self._deliver(delta, observer)
+        if delta is None:
+            return
+        before = pending.setdefault(delta.choice, delta)
+        if before is not delta:
+            text = before.text + delta.text
+            before.MergeFrom(delta)  # Concatenates lists; a set finish reason wins.
+            before.text = text
 
     async def _deliver(self, delta: pb.Delta, observer: Observer) -> None:
         self._shown = True
