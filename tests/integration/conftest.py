@@ -137,8 +137,11 @@ async def answer(mesh: Mesh, text: str, **sampling: Any) -> tuple[str, Any]:
     sampling.setdefault("max_tokens", 16)
     sampling.setdefault("temperature", 0.0)
     sampling.setdefault("seed", 7)
-    async with mesh.client() as client:
-        async for event in client.chat([{"role": "user", "content": text}], model=mesh.model, **sampling):
+    async with (
+        mesh.client() as client,
+        client.chat([{"role": "user", "content": text}], model=mesh.model, **sampling) as stream,
+    ):
+        async for event in stream:
             if event.HasField("delta"):
                 out.append(event.delta.text)
             elif event.HasField("finished"):

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from conftest import mesh_up, until
-from kvmesh.telemetry.tracing import setup
-from opentelemetry import trace
+from conftest import answer, mesh_up, until
+from kvmesh.telemetry.tracing import setup, shutdown
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 SERVICES = {"gateway", "router", "decode", "prefill", "kvtransfer"}
@@ -45,25 +44,28 @@ async def receiver() -> AsyncIterator[tuple[Receiver, str]]:
 
 async def test_one_trace_joins_client_and_all_five_services(receiver: tuple[Receiver, str]) -> None:
     servicer, endpoint = receiver
-    tracing = setup("client", otlp_endpoint=endpoint)
-    tracer = trace.get_tracer("test")
+    setup("client", otlp_endpoint=endpoint)
     async with mesh_up(cache=False, otlp_endpoint=endpoint) as mesh:
-        with tracer.start_as_current_span("test.root") as root:
-            trace_id = root.get_span_context().trace_id.to_bytes(16, "big")
-            from conftest import answer
+        _, finished = await answer(mesh, "trace me " * 20)
+        assert finished.served.transfer_bytes > 0
+        await asyncio.to_thread(shutdown)
 
-            _, finished = await answer(mesh, "trace me " * 20)
-            assert finished.served.transfer_bytes > 0
-        await asyncio.to_thread(tracing.shutdown)
+        def complete() -> list[tuple[str, str, bytes, bytes]]:
+            """The spans of the trace that the client started, once all services have sent theirs."""
+            for spans in servicer.traces.values():
+                if {span[0] for span in spans} >= SERVICES | {"client"}:
+                    return spans
+            return []
 
-        def complete() -> bool:
-            return {span[0] for span in servicer.traces[trace_id]} >= SERVICES | {"client"}
-
-        await until(complete, f"spans of all services (have {servicer.traces[trace_id]})", timeout_s=30)
-    spans = servicer.traces[trace_id]
+        try:
+            spans = await until(complete, "one trace with spans of the client and all services", timeout_s=20)
+        except AssertionError as error:
+            seen = {trace.hex(): sorted({span[:2] for span in spans}) for trace, spans in servicer.traces.items()}
+            raise AssertionError(f"{error}; traces: {seen}") from None
     ids = {span[2] for span in spans}
     orphans = [span for span in spans if span[3] and span[3] not in ids]
     assert not orphans, f"spans without their parent: {orphans}"
+    assert [span[0] for span in spans if not span[3]] == ["client"], "the root is the client's span"
     sidecar_spans = {span[1] for span in spans if span[0] == "kvtransfer"}
     assert any("send" in name for name in sidecar_spans)
     assert any("receive" in name for name in sidecar_spans)

@@ -14,7 +14,6 @@ from kvmesh.client import Client
 from kvmesh.errors import KvmeshError
 from kvmesh.proto.v1 import inference_pb2 as pb
 
-
 DEFAULT_SAMPLING: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 256}
 
 
@@ -33,8 +32,10 @@ async def ask(
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": question})
     try:
-        async with Client(address, api_key=api_key or None) as client:
-            stream = client.chat(messages, model=model, timeout_s=timeout_s, **dict(sampling or DEFAULT_SAMPLING))
+        async with (
+            Client(address, api_key=api_key or None) as client,
+            client.chat(messages, model=model, timeout_s=timeout_s, **dict(sampling or DEFAULT_SAMPLING)) as stream,
+        ):
             async for event in stream:
                 if event.HasField("delta"):
                     sys.stdout.write(event.delta.text)

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvmesh.cli.process import ProcessSpec
 
 MODEL_LOAD_TIMEOUT_S = 180.0
+ENGINE_HEALTH = "kvmesh.v1.Engine"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class MeshPlan:
     stages: tuple[tuple[ProcessSpec, ...], ...]
     gateway_address: str
     router_address: str
+
+    @property
+    def workers(self) -> set[str]:
+        """Names under which the engines register with the router."""
+        return {spec.name for spec in self.specs if spec.serving == ENGINE_HEALTH}
 
     @property
     def specs(self) -> tuple[ProcessSpec, ...]:
@@ -118,7 +124,7 @@ def plan_mesh(options: MeshOptions, run_dir: Path, *, redis: tuple[str, ...] = (
                 spec(
                     "prefill" if role == "prefill" else "decode",
                     name,
-                    "kvmesh.v1.Engine",
+                    ENGINE_HEALTH,
                     timeout=MODEL_LOAD_TIMEOUT_S,
                     role=role,
                     model=options.model,

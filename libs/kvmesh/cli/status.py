@@ -60,6 +60,31 @@ async def read_status(router: str, token_file: str = "") -> MeshStatus:
     return MeshStatus(fleet, {info.worker_id: reply for info, reply in zip(workers, replies, strict=True)})
 
 
+async def wait_fleet(router: str, token_file: str, workers: set[str], timeout_s: float) -> set[str]:
+    """Watch the router's fleet until all of `workers` are SERVING; returns those still missing at the timeout.
+
+    A worker says SERVING by itself before the router has heard of it; a mesh is up when requests can reach everybody.
+    """
+    missing = set(workers)
+    async with grpc.aio.insecure_channel(router) as channel:
+        watch = router_pb2_grpc.RouterStub(channel).Watch(
+            router_pb2.WatchRequest(watcher_id="kvmesh-up"), timeout=timeout_s, metadata=_token_metadata(token_file)
+        )
+        try:
+            async for change in watch:
+                for entry in change.workers:
+                    if entry.info.state == engine_pb2.WORKER_STATE_SERVING:
+                        missing.discard(entry.info.worker_id)
+                if not missing:
+                    break
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+        finally:
+            watch.cancel()
+    return missing
+
+
 def _enum(name: str, prefix: str) -> str:
     return name.removeprefix(prefix).lower()
 

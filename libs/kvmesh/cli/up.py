@@ -24,11 +24,13 @@ from rich.text import Text
 from kvmesh.cli.ask import ask
 from kvmesh.cli.plan import MeshOptions, MeshPlan, plan_mesh
 from kvmesh.cli.state import MeshState, remove_state, write_state
+from kvmesh.cli.status import wait_fleet
 from kvmesh.cli.supervisor import StartFailed, Supervisor
 
 T = TypeVar("T")
 
 INTERRUPTED = 130
+FLEET_TIMEOUT_S = 30.0
 _PROGRESS = re.compile(rb"progress=([0-9.]+)")
 
 
@@ -146,6 +148,9 @@ async def running_mesh(
         try:
             try:
                 await supervisor.start()
+                missing = await wait_fleet(plan.router_address, str(token_file), plan.workers, FLEET_TIMEOUT_S)
+                if missing:
+                    raise StartFailed(f"the router does not see {', '.join(sorted(missing))}")
             finally:
                 done.set()
                 await painter
