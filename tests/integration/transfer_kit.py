@@ -182,7 +182,9 @@ class Engine:
 
     def publish(self, transfer: TransferHandle, first: int, count: int) -> None:
         """Announce a step that fills pages [first, first + count) of the transfer."""
-        record = StepRecord(self.doorbell.value + 1, self.layout.num_layers, (StepEntry(transfer.transfer_id, first, count),))
+        record = StepRecord(
+            self.doorbell.value + 1, self.layout.num_layers, (StepEntry(transfer.transfer_id, first, count),)
+        )
         assert self.ring.publish(record)
         self.client.notify_ring()
 
@@ -203,7 +205,9 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
-async def sidecars(folder: Path, *flags: str, names: Sequence[str] = ("src", "dst")) -> AsyncIterator[list[SidecarProcess]]:
+async def sidecars(
+    folder: Path, *flags: str, names: Sequence[str] = ("src", "dst")
+) -> AsyncIterator[list[SidecarProcess]]:
     """Running sidecars, stopped at the end."""
     processes = [SidecarProcess(name, folder, *flags) for name in names]
     try:

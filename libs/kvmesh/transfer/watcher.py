@@ -1,7 +1,8 @@
 """Reads the engine's step ring and doorbell, and knows how long the mover may sleep between two looks.
 
-No busy waiting: idle, the mover sleeps on the ring's eventfd. While a step runs the doorbell is polled with sleeps of a
-fraction of the time that a layer takes, as seen so far; a step that hangs is polled ever more rarely.
+No busy waiting: idle, the mover sleeps on the ring's eventfd. While a step runs, the watcher sleeps until just before
+the next ring is due, by the time that layers have taken so far, and then looks every MIN_SLEEP_S; a layer that is late
+is looked for ever more rarely. An engine that also signals the eventfd at each layer needs none of this.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ from kvmesh.kv.ring import Doorbell, StepRing
 from kvmesh.transfer.sends import SendTable
 
 MIN_SLEEP_S = 50e-6
-MAX_SLEEP_S = 1e-3
-# After this long without a ring a step is not about to ring either: an eighth of its age is soon enough.
-STALE_STEP_S = 0.02
-MAX_STALE_SLEEP_S = 0.01
+MAX_SLEEP_S = 0.01
+# What a layer is taken to need before any has been seen, and at most.
+FIRST_LAYER_S = 200e-6
+MAX_LAYER_S = 0.05
+# The part of a layer's expected time that is slept through at once.
+SURE = 0.75
+# A layer that is later than this many times its expected time is late, and looked for at this part of its lateness.
+LATE = 2.0
+LATE_PART = 1 / 16
 IDLE_S = 1.0
 # Pages are awaited and the engine is known to signal the eventfd: this is only the net below it.
 NOTIFIED_S = 0.05
 # Pages are awaited from an engine that has never signalled.
 UNNOTIFIED_S = 0.002
-_LAYERS_PER_SLEEP = 4
 
 
 class RingWatcher:
@@ -41,7 +46,8 @@ class RingWatcher:
         self._notified = False
         self._value = self._doorbell.value
         self._changed = time.monotonic()
-        self._layer_s = MAX_SLEEP_S
+        self._waiting = False
+        self._layer_s = FIRST_LAYER_S
 
     def notified(self) -> None:
         """The eventfd is readable: take its count."""
@@ -63,20 +69,29 @@ class RingWatcher:
         if value != self._value:
             now = time.monotonic()
             layer_s = (now - self._changed) / (value - self._value)
-            # Long gaps are pauses between steps, not layers.
-            if layer_s < STALE_STEP_S:
+            # Only within a step: the gap before its first layer is no layer's time.
+            if self._waiting and layer_s < MAX_LAYER_S:
                 self._layer_s += (layer_s - self._layer_s) / 4
             self._value = value
             self._changed = now
-        return table.advance(value)
+        posted = table.advance(value)
+        waiting = table.awaiting_doorbell is not None
+        if waiting and not self._waiting:
+            self._changed = time.monotonic()
+        self._waiting = waiting
+        return posted
 
     def sleep_s(self, table: SendTable) -> tuple[float, bool]:
         """(seconds until the next look, True where a signal will not come and the look itself must not be missed)."""
         if table.awaiting_doorbell is not None:
             age = time.monotonic() - self._changed
-            if age > STALE_STEP_S:
-                return min(age / 8, MAX_STALE_SLEEP_S), True
-            return min(max(self._layer_s / _LAYERS_PER_SLEEP, MIN_SLEEP_S), MAX_SLEEP_S), True
+            if age < SURE * self._layer_s:
+                wait = SURE * self._layer_s - age
+            elif age < LATE * self._layer_s:
+                wait = MIN_SLEEP_S
+            else:
+                wait = age * LATE_PART
+            return min(max(wait, MIN_SLEEP_S), MAX_SLEEP_S), True
         if table.awaiting_pages:
             return (NOTIFIED_S if self._notified else UNNOTIFIED_S), False
         return IDLE_S, False

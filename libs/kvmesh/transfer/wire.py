@@ -23,6 +23,7 @@ PROTOCOL = 1
 MAX_FRAME_BYTES = 4 << 20
 MAX_HELLO_BYTES = 1 << 20
 MAX_BACKLOG_BYTES = 64 << 20
+LINGER_S = 1.0
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 256 << 10
 
@@ -39,7 +40,8 @@ class FrameSocket:
     """A connected, non-blocking stream socket that speaks frames. Lives on the loop it was made on.
 
     on_frame(body) is called for each frame; what it raises ends the connection. on_closed(error) is called once, when
-    the peer is gone or the connection was ended for `error` (None: the peer closed it), but not after `close()`.
+    the peer is gone (None: it closed the connection) or what it sent cannot be served, but not after `close()`. In the
+    latter case nothing more is read, and a last message can still be sent until the owner closes, or LINGER_S later.
     Descriptors that came along are taken with `take_fds` while handling the frame they belong to.
     """
 
@@ -68,6 +70,7 @@ class FrameSocket:
         self._flushed.set()
         self._paused = False
         self._ended = False
+        self._refusing = False
         self._loop.add_reader(sock.fileno(), self._readable)
 
     @property
@@ -148,10 +151,16 @@ class FrameSocket:
         self._out.clear()
         self._flushed.set()
 
-    def _end(self, error: KvmeshError | None) -> None:
-        if not self._ended:
+    def _end(self, error: KvmeshError | None, *, linger: bool = False) -> None:
+        if self._ended or self._refusing:
+            return
+        if linger:
+            self._refusing = True
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.call_later(LINGER_S, self.close)
+        else:
             self.close()
-            self._on_closed(error)
+        self._on_closed(error)
 
     def _readable(self) -> None:
         try:
@@ -163,7 +172,7 @@ class FrameSocket:
         except (BlockingIOError, InterruptedError):
             return
         except KvmeshError as error:
-            self._end(error)
+            self._end(error, linger=True)
             return
         except OSError as error:
             self._end(Unavailable(f"connection lost: {error.strerror}"))
@@ -177,14 +186,14 @@ class FrameSocket:
             if len(self._fds) > self._max_fds:
                 raise TooLarge(f"{len(self._fds)} descriptors came that belong to no message")
         except DecodeError:
-            self._end(InvalidArgument("a frame does not hold the message that is spoken here"))
+            self._end(InvalidArgument("a frame does not hold the message that is spoken here"), linger=True)
         except KvmeshError as error:
-            self._end(error)
+            self._end(error, linger=True)
 
     def _parse(self) -> None:
         at = 0
         try:
-            while not self._ended and len(self._in) - at >= _LENGTH.size:
+            while not (self._ended or self._refusing) and len(self._in) - at >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(self._in, at)
                 if length > self._max_frame:
                     raise TooLarge(f"a frame of {length} bytes, at most {self._max_frame} are allowed here")

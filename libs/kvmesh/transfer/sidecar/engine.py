@@ -409,6 +409,8 @@ class EngineServer:
         def on_closed(error: KvmeshError | None) -> None:
             if not hello.done():
                 hello.set_exception(error or Unavailable("closed before its hello"))
+            if session is not None:
+                frames.close()
             if not closed.done():
                 closed.set_result(error.message if error is not None else "end of file")
 
