@@ -73,7 +73,6 @@ class Scheduler:
         self._step = 0
         # Fork's sequence id → the copy of its partial page that the next step makes.
         self._copies: dict[int, tuple[Choice, int, int]] = {}
-        self._blocked: tuple[int, tuple[int, int]] | None = None
 
     # -- requests come and go
 
@@ -142,7 +141,7 @@ class Scheduler:
 
     def abort_choices(self, request: Request, numbers: frozenset[int]) -> None:
         """End single choices without an event; the request ends well when none is left."""
-        self._blocked = None
+        request.root.refusal = None  # it needs less from now on
         for choice in request.seqs:
             if choice.choice not in numbers or not choice.live:
                 continue
@@ -302,14 +301,9 @@ class Scheduler:
         before = len(slices)
         while self.queue:
             choice = self.queue[0]
-            stamp = (choice.seq_id, self.pages.stamp())
             wanted = self._width(choice)
-            if wanted > free_slots or stamp == self._blocked:
+            if wanted > free_slots or self.pages.hopeless(choice) or not self.pages.admit(choice):
                 break
-            if not self.pages.admit(choice):
-                self._blocked = (choice.seq_id, self.pages.stamp())
-                break
-            self._blocked = None
             free_slots -= wanted
             del self.queue[0]
             self._enter(choice)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvmesh.engine.events import Counters, Mode
-from kvmesh.engine.sequence import Choice
+from kvmesh.engine.runner import Int32Array
+from kvmesh.engine.sequence import Choice, Stamp
 from kvmesh.kv.pool import PagePool
 from kvmesh.kv.prefix import PrefixCache
 
@@ -19,13 +20,35 @@ class SequencePages:
         self.page_size = page_size
         self._look_ahead = look_ahead
         self._counters = counters
+        self._admissions = 0
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def stamp(self) -> tuple[int, int]:
-        """Changes whenever an admission that failed might succeed."""
-        return self.pool.available_count, self.cache.stats.stored_blocks if self.cache is not None else 0
+    def hopeless(self, choice: Choice) -> bool:
+        """Whether `admit`, having failed before, would certainly fail again; without hashing the prompt once more.
+
+        A hit cannot have grown while no block was stored, so what it did not cover must be available. An equal stamp
+        means that nothing at all has changed.
+        """
+        if choice.refusal is None:
+            return False
+        missing, stamp = choice.refusal
+        now = self._stamp()
+        return stamp == now or (stamp.stored_blocks == now.stored_blocks and missing > now.available)
+
+    def _stamp(self) -> Stamp:
+        pool, cache = self.pool, self.cache
+        stored = cache.stats.stored_blocks if cache is not None else 0
+        return Stamp(pool.available_count, pool.free_count, stored, self._admissions)
+
+    def _refuse(self, choice: Choice, need: int, tokens: Int32Array, hit_limit: int) -> bool:
+        """Remember what was missing; returns False."""
+        hit = 0
+        if self.cache is not None:
+            hit = len(self.cache.match(choice.request.options.seed_bytes, tokens, hit_limit).pages)
+        choice.refusal = need - hit, self._stamp()
+        return False
 
     def admit(self, choice: Choice) -> bool:
         """Take prompt and look-ahead pages, for the choices that will fork from it too, or nothing.
@@ -46,17 +69,18 @@ class SequencePages:
                 need = least
             hit_limit = 0 if request.scoring else total - 1
         own = need - total // self.page_size
+        total_need = need + len(forks) * own
         tokens = choice.all_tokens()
         cached = 0
         if self.cache is not None:
             reservation = self.cache.reserve(choice.seq_id, request.options.seed_bytes, tokens, need, hit_limit)
             if reservation is None:
-                return False
+                return self._refuse(choice, total_need, tokens, hit_limit)
             pages, cached = reservation.pages, reservation.match.num_tokens
         else:
             allocated = self.pool.allocate(choice.seq_id, need)
             if allocated is None:
-                return False
+                return self._refuse(choice, total_need, tokens, hit_limit)
             pages = allocated
         for index, fork in enumerate(forks):
             reserved = self.pool.allocate(fork.seq_id, own)
@@ -64,11 +88,13 @@ class SequencePages:
                 for earlier in forks[:index]:
                     self.free(earlier)
                 self.free(choice)
-                return False
+                return self._refuse(choice, total_need, tokens, hit_limit)
             fork.reserved = reserved
         if not request.scoring and self.cache is not None:
             self._counters.prefix_cache_queries += total
             self._counters.prefix_cache_hits += cached
+        self._admissions += 1
+        choice.refusal = None
         choice.set_pages(pages, capacity)
         choice.tokens = tokens
         choice.computed = cached

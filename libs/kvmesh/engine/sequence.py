@@ -68,6 +68,15 @@ class Planned(NamedTuple):
     samplers: Sequence[Choice]
 
 
+class Stamp(NamedTuple):
+    """How page pool and prefix cache stand."""
+
+    available: int
+    free: int
+    stored_blocks: int
+    admissions: int
+
+
 class Request:
     """What the choices of one submitted request share."""
 
@@ -166,6 +175,7 @@ class Choice:
         "output",
         "pages",
         "rank",
+        "refusal",
         "request",
         "reserved",
         "row",
@@ -205,6 +215,8 @@ class Choice:
         self.first_block = 0
         self.transfer_id = 0
         self.transfer_base = 0
+        # Pages that were missing when it was last refused, and how things stood then.
+        self.refusal: tuple[int, Stamp] | None = None
         self.row = Planned(self, 1, (self,))
         # Blocks already recorded (or cached) for the transfer.
         self.sent = 0

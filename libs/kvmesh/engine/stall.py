@@ -31,6 +31,7 @@ class StallWatch:
         self._failed = False
         self._told = False
         self._stop = threading.Event()
+        self._look_lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @property
@@ -65,10 +66,11 @@ class StallWatch:
 
     def look(self) -> None:
         """Compare with what was told last, and tell the change once."""
-        now = self.stalled
-        if now == self._told:
-            return
-        self._told = now
+        with self._look_lock:
+            now = self.stalled
+            if now == self._told:
+                return
+            self._told = now
         if now:
             self._counters.stalls += 1
             _log.error("no progress for %.1f s with work to do:\n%s", self._timeout, self._dump())

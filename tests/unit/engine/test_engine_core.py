@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -468,3 +470,12 @@ def test_tokens_of_a_step_come_in_one_batch() -> None:
     for _ in range(4):
         world.step()
     assert batches.count(3) == 4
+
+
+def test_the_core_imports_no_torch_and_no_grpc() -> None:
+    code = (
+        "import sys; import kvmesh.engine.core, kvmesh.engine.scripted; "
+        "print([m for m in ('torch', 'grpc', 'prometheus_client') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -497,3 +497,19 @@ def test_received_blocks_enter_the_cache() -> None:
     assert admitted.cached_tokens == 16
     assert not admitted.awaiting, "one token is missing: computed here without asking"
     world.finish()
+
+
+def test_a_blocked_head_is_not_hashed_again_every_step() -> None:
+    world = World(num_pages=16, page_size=4, max_model_len=60, look_ahead=0)
+    world.submit(length=8, max_tokens=40)
+    world.step()
+    big = world.submit(length=55, base=1, max_tokens=4)
+    tries = []
+    reserve = world.core.cache.reserve
+    world.core.cache.reserve = lambda *args: tries.append(1) or reserve(*args)
+    for _ in range(30):
+        world.step()
+    assert not world.tracks[big].admitted
+    assert len(tries) <= 2
+    world.finish()
+    assert error_of(world.tracks[big]) is None

@@ -341,6 +341,7 @@ class World:
                     track.finished[event.choice] = event.finish_reason
             elif isinstance(event, Admitted):
                 track.admitted.append(event)
+                track.asked_here = False  # what was asked before is forgotten with the pages
             elif isinstance(event, Ended):
                 track.ends.append(event)
             elif isinstance(event, PromptScored):
