@@ -22,6 +22,7 @@ from kvmesh.telemetry import metrics, names
 
 from services.gateway.demux import Demux, Key
 from services.gateway.inbox import Inbox
+from services.gateway.silence import SilenceWatch
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,11 @@ BACKOFF_S = (0.1, 2.0)
 
 def _occupancy(load: engine_pb2.WorkerLoad) -> int:
     return load.running + load.waiting + load.transferring
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class Seats:
@@ -219,11 +225,13 @@ class WorkerLink:
     async def _stream(self) -> KvmeshError:
         """One Frames call until it breaks; returns why."""
         expected = 1
+        call = self._stub.Frames(engine_pb2.FramesRequest(gateway_id=self._gateway_id))
+        watch = SilenceWatch(self._silence_s, call.cancel)
         try:
-            with cancelling(self._stub.Frames(engine_pb2.FramesRequest(gateway_id=self._gateway_id))) as call:
+            with cancelling(call):
                 while True:
-                    async with asyncio.timeout(self._silence_s):
-                        frame = await call.read()
+                    frame = await call.read()
+                    watch.heard()
                     if not isinstance(frame, engine_pb2.FramesResponse):
                         return WorkerLost(f"worker {self.info.worker_id} ended its stream")
                     if frame.incarnation != self.info.incarnation:
@@ -232,11 +240,16 @@ class WorkerLink:
                         return WorkerLost(f"frame {expected} of worker {self.info.worker_id} is missing")
                     expected += 1
                     self._take(frame)
-        except TimeoutError:
+        except asyncio.CancelledError:
+            # Reading a call that the watch has cancelled raises this as well.
+            if not watch.silent or _being_cancelled():
+                raise
             metrics.counter(names.HEARTBEATS_MISSED).labels("worker").inc()
             return WorkerLost(f"worker {self.info.worker_id} was silent for {self._silence_s:g} s")
         except grpc.aio.AioRpcError as exc:
             return WorkerLost(f"the stream of worker {self.info.worker_id} broke ({exc.code().name})")
+        finally:
+            watch.stop()
 
     def _take(self, frame: engine_pb2.FramesResponse) -> None:
         if frame.HasField("load"):
@@ -259,7 +272,8 @@ class WorkerLink:
         self._opened.clear()
         self._aborted.clear()
         if was_open or error.message != self._trouble:
-            log.warning("%s; %d request(s) lost", error.message, len(self.demux))
+            level = logging.INFO if self.state is LinkState.CLOSED else logging.WARNING
+            log.log(level, "%s; %d request(s) lost", error.message, len(self.demux))
         self._trouble = error.message
         self.demux.lost(lambda: type(error)(error.message))
         if was_open:

@@ -110,6 +110,7 @@ async def test_long_prompts_are_tokenized_off_the_loop(world: World, monkeypatch
     import threading
 
     worker = await world.worker(max_model_len=100_000)
+    worker.info.total_pages = 100_000
     await world.start(static=True)
     tokenizer = await world.gateway.tokenizers.get(worker.info)
     threads = []
