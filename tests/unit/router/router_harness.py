@@ -82,7 +82,8 @@ class SlowProxy:
             asyncio.create_task(pump(up_reader, writer, True)),
         ]
         try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for each in pumps:
                 each.cancel()
