@@ -111,6 +111,7 @@ class Placer:
                 if not lined_up:
                     found = await self._try(job, progress, decision, make_inbox, ticket)
                     if found is not None:
+                        progress.queued = False
                         return found
                 # All are full, or others were first.
                 if ticket is None:
@@ -125,9 +126,9 @@ class Placer:
                         self._offer_all(decision.model)
                 else:
                     self._queue.reenter(ticket)
+                # Stays so while a turn is tried: a request that runs out of time then has found no room either.
                 progress.queued = True
                 await ticket.turn
-                progress.queued = False
         finally:
             if ticket is not None:
                 self._queue.leave(ticket)
