@@ -105,6 +105,24 @@ def test_steps_merge_into_one_delta_with_the_last_ones_end() -> None:
     assert pending.nbytes == 0
 
 
+def test_an_end_waits_for_the_tokens_that_were_cut_off() -> None:
+    pending = PendingFrame()
+    pending.add_tokens(delta("a", 0, 0, [1] * 100))
+    pending.add_tokens(delta("b", 0, 0, [1] * 100))
+    pending.add_end(pb.RequestEnd(request_id="b"))
+    first = pending.take(200)
+    assert ([d.request_id for d in first.deltas], list(first.ends)) == (["a"], [])
+    second = pending.take(200)
+    assert ([d.request_id for d in second.deltas], [e.request_id for e in second.ends]) == (["b"], ["b"])
+
+
+def test_tokens_that_do_not_follow_are_not_merged() -> None:
+    pending = PendingFrame()
+    pending.add_tokens(delta("a", 0, 0, [1]))
+    pending.add_tokens(delta("a", 0, 5, [2]))
+    assert [(d.first_position, list(d.token_ids)) for d in pending.take(1 << 20).deltas] == [(0, [1]), (5, [2])]
+
+
 LIMITS = FrameLimits(heartbeat_s=0.05, write_timeout_s=0.3, max_frame_bytes=1 << 16)
 
 

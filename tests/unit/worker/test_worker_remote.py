@@ -17,6 +17,7 @@ from kvmesh.engine.worker.steps import RequestStep
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.proto.v1 import engine_pb2_grpc
 from kvmesh.telemetry import metrics, names
+from kvmesh.transfer.descriptor import build_descriptor, slot_bytes
 from worker_fakes import Fabric
 from worker_harness import Gateway, Running, prompt, running, sampling, until
 
@@ -277,19 +278,43 @@ async def test_a_sidecar_that_never_answers_costs_a_lease_not_the_request() -> N
         await m.all_back()
 
 
+async def run_alone(m: Mesh, length: int) -> Any:
+    """A Run into a slot of decode that no request of decode's own watches."""
+    destination, layout = m.decode.sidecar, m.decode.worker.ctx.identity.layout
+    groups = {"kv": list(range(layout.pages_for(length)))}
+    slot = await destination.open_slot(
+        expected_bytes=slot_bytes(layout, groups), groups=groups, request_id="r", ttl_s=5
+    )
+    descriptor = build_descriptor(destination, slot, groups=groups, first_block=0, num_tokens=length)
+    run = pb.RunRequest(
+        request_id="r", model="scripted", token_ids=prompt(length), descriptor=descriptor.SerializeToString()
+    )
+    return engine_pb2_grpc.PrefillStub(m.prefill.channel).Run(run, timeout=20)
+
+
 async def test_a_transfer_whose_start_was_cancelled_is_cancelled_when_it_comes() -> None:
     async with mesh() as m:
         m.prefill.sidecar.start_gate.clear()
-        request = m.gateway.request(prompt(200), prefill=[m.prefill.target()])
-        answer = await m.gateway.submit(request)
+        call = await run_alone(m, 100)
         await until(lambda: RequestStep.RUN_ADMITTED in m.steps.seen)
-        await m.gateway.abort(request.request_id)
-        await answer.wait()
+        call.cancel()
+        await until(lambda: m.prefill.worker.ctx.cleanups)
+        await m.prefill.core_has_looked()
         # Its pages must not go to anyone else before it is known whether they are being read.
-        await until(lambda: m.prefill.core.load().running == 0)
-        assert m.prefill.core.pool.counts().free < m.prefill.core.pool.total
+        assert m.prefill.core.pool.counts().free == m.prefill.core.pool.total - 7
         m.prefill.sidecar.start_gate.set()
-        await m.all_back()
+        await m.prefill.pages_are_back()
+        assert [transfer.asked for transfer in m.prefill.sidecar.transfers.values()] == [1]
+
+
+async def test_a_call_that_is_cancelled_stops_its_transfer_though_nobody_closes_the_slot() -> None:
+    async with mesh() as m:
+        m.prefill.sidecar.hold_writes = True
+        call = await run_alone(m, 100)
+        await until(lambda: RequestStep.COMPUTED in m.steps.seen)
+        call.cancel()
+        await until(lambda: [transfer.asked for transfer in m.prefill.sidecar.transfers.values()] == [1])
+        await m.prefill.pages_are_back()
 
 
 async def test_source_pages_stay_until_the_last_write_has_completed() -> None:
@@ -301,7 +326,9 @@ async def test_source_pages_stay_until_the_last_write_has_completed() -> None:
         await until(lambda: RequestStep.COMPUTED in m.steps.seen)
         await m.gateway.abort(request.request_id)
         await answer.wait()
-        await until(lambda: any(transfer.stopped for transfer in source.transfers.values()))
+        # Decode closes its slot, prefill cancels its transfer: both are asked for, neither has drained.
+        await until(lambda: [transfer.asked for transfer in source.transfers.values()] == [2])
+        await m.prefill.core_has_looked()
         # Draining as long as the sidecar may still read them.
         assert sum(m.prefill.core.pool.counts()[2:]) == 13
         assert len(m.prefill.worker.prefill) == 1

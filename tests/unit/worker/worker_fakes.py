@@ -50,6 +50,7 @@ class FakeTransfer:
     pages: Mapping[str, Sequence[int]]
     sent: int = 0
     stopped: bool = False
+    asked: int = 0
 
     def copy(self, first: int, count: int) -> None:
         """Pages [first, +count) of every group, all layers."""
@@ -68,6 +69,15 @@ class FakeTransfer:
         self.slot.write(nbytes)
         if self.sent == self.descriptor.expected_bytes and not self.handle.done.done():
             self.handle.done.set_result(self.sent)
+
+    def ask_stop(self, reason: str) -> None:
+        """Write nothing more; drained now, or when the source is let."""
+        self.stopped = True
+        self.asked += 1
+        if self.source.hold_stops:
+            self.source.waiting.append(lambda: self.stop(reason))
+        else:
+            self.stop(reason)
 
     def stop(self, reason: str) -> None:
         self.stopped = True
@@ -119,7 +129,11 @@ class FakeSidecar:
         self.start_gate.set()
         self.fabric.clients[self.control_address] = self
 
-    async def open_slot(
+    async def open_slot(self, **asked: Any) -> SlotHandle:
+        # The sidecar has the message: that the caller gives up changes nothing there.
+        return await asyncio.shield(asyncio.ensure_future(self._open_slot(**asked)))
+
+    async def _open_slot(
         self,
         *,
         expected_bytes: int,
@@ -143,7 +157,7 @@ class FakeSidecar:
         slot = self.slots[handle.slot]
         slot.fail(reason)
         if slot.writer is not None:
-            slot.writer.stop(reason)
+            slot.writer.ask_stop(reason)
         else:
             self.drained(slot)
 
@@ -163,7 +177,10 @@ class FakeSidecar:
             settle()
         self.waiting.clear()
 
-    async def start_transfer(
+    async def start_transfer(self, *args: Any, **asked: Any) -> TransferHandle:
+        return await asyncio.shield(asyncio.ensure_future(self._start_transfer(*args, **asked)))
+
+    async def _start_transfer(
         self,
         descriptor: pb.Descriptor,
         pages: Mapping[str, Sequence[int]],
@@ -191,12 +208,7 @@ class FakeSidecar:
         return handle
 
     async def cancel_transfer(self, handle: TransferHandle, reason: str) -> None:
-        transfer = self.transfers[handle.transfer_id]
-        transfer.stopped = True
-        if self.hold_stops:
-            self.waiting.append(lambda: transfer.stop(reason))
-        else:
-            transfer.stop(reason)
+        self.transfers[handle.transfer_id].ask_stop(reason)
 
     def _write(self, transfer: FakeTransfer, first: int, count: int) -> None:
         if self.hold_writes:

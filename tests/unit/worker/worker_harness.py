@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -55,6 +56,12 @@ class Running:
 
     def target(self) -> pb.PrefillTarget:
         return pb.PrefillTarget(worker_id=self.worker.ctx.identity.worker_id, address=self.address)  # type: ignore[union-attr]
+
+    async def core_has_looked(self) -> None:
+        """Everything that was asked of the core before has been done."""
+        done = threading.Event()
+        self.core._post(done.set)
+        assert await asyncio.to_thread(done.wait, WAIT_S)
 
     async def pages_are_back(self) -> None:
         """Nothing holds a page but the prefix cache; raises what is wrong after a while."""
