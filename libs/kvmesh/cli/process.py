@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import signal
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+# Asks for SIGTERM at the parent's death, then becomes the service. A program of its own instead of a `preexec_fn`:
+# Python code between fork and exec is not safe in a process that runs gRPC's threads.
+_WRAPPER = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 @dataclass(frozen=True)
@@ -42,13 +48,6 @@ class ReadyInfo:
     metrics: str
 
 
-def _child_setup(parent: int) -> None:
-    """Runs in the child between fork and exec: only async-signal-safe calls."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # the parent died before prctl
-        os._exit(1)
-
-
 class Process:
     """A running child. `exited` resolves to its return code."""
 
@@ -64,16 +63,15 @@ class Process:
         log = log_dir / f"{spec.name}.log"
         if spec.ready_file is not None:
             spec.ready_file.unlink(missing_ok=True)
-        parent = os.getpid()
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid())),
                 *spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **spec.env},
                 start_new_session=True,
-                preexec_fn=lambda: _child_setup(parent),
             )
         return cls(spec, process, log)
 

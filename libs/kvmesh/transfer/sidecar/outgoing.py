@@ -282,11 +282,11 @@ class OutLink:
     def _abort(self, abort: pb.AbortSlot) -> None:
         reason = f"aborted by the destination: {abort.reason[:500]}"
         transfer = self.current.get(pack(abort.slot, abort.generation))
+        if transfer is not None:
+            transfer.aborted = reason
         if transfer is not None and transfer.running:
             self.owner.sidecar.mover.stop_send(transfer.transfer_id, reason, by_peer=True)
             return
-        if transfer is not None:
-            transfer.aborted = reason
         # Nothing of it is in flight: never started, or every write has completed.
         self.send(pb.PeerRequest(drained=pb.Drained(slot=abort.slot, generation=abort.generation)))
 
@@ -431,6 +431,9 @@ class OutgoingLinks:
         outcome = "done"
         if isinstance(event, SendDone):
             link.current.pop(transfer.immediate, None)
+            if transfer.aborted:
+                # The last write completed before the mover heard of the abort: the answer is still owed.
+                link.send(pb.PeerRequest(drained=pb.Drained(slot=transfer.slot, generation=transfer.generation)))
         else:
             outcome = "aborted" if event.send.by_peer else "failed"
             if link.outbound is not None and link.outbound.broken:
