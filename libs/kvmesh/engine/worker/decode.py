@@ -107,6 +107,8 @@ class DecodeService(engine_pb2_grpc.DecodeServicer):
         targets = list(request.prefill)[:MAX_TARGETS] or [
             pb.PrefillTarget(address=address) for address in ctx.settings.prefill_workers
         ]
+        # Sending pages to itself would be a slow way to prefill here.
+        targets = [target for target in targets if target.worker_id != ctx.identity.worker_id]
         if not targets:
             return [], "no_target"
         if request.sampling.HasField("prompt_logprobs"):

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ACCEPTED_S = 0.05
+
 
 class _NoSlot(Exception):
     """Our own sidecar cannot take a slot: another target would not help."""
@@ -183,6 +185,9 @@ class RemotePrefill:
                 if not slot.completed.done():
                     raise TransferFailed(f"prefill wrote {done.bytes} bytes, {slot.expected_bytes} were expected")
             result = slot.completed.result()
+            if not call.accepted.done():
+                # Bytes that prefill held already overtook its answer, which says how many tokens those were.
+                await asyncio.wait({call.accepted}, timeout=ACCEPTED_S)
         except BaseException:
             call.cancel()
             raise
@@ -211,6 +216,8 @@ class RemotePrefill:
         if generation is not None:
             self._ctx.core.kv_draining(self._key, generation)
         reason = why.message if isinstance(why, KvmeshError) else "cancelled"
+        if isinstance(why, asyncio.CancelledError):
+            self._ctx.meters.remote_prefill("cancelled")
         self._draining = self._ctx.spawn_cleanup(self._drain(client, slot, generation, reason), name="slot-drain")
 
     async def _drain(self, client: SidecarClient, slot: SlotHandle, generation: int | None, reason: str) -> None:
