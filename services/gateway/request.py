@@ -199,6 +199,7 @@ class Request:
         healing = self._lost is not None
         task = asyncio.create_task(self._placer.place(job, self._progress, lambda: self._inbox(job)), name="place")
         self._placing = task
+        placed: Placed | router_pb2.CachedAnswer | None = None
         try:
             await asyncio.wait([task], timeout=self._settings.first_metadata_s)
             if not task.done() and self._accepted_at is None:
@@ -215,7 +216,8 @@ class Request:
             raise
         finally:
             self._placing = None
-            await _end(task)
+            if placed is None:
+                _abandon(task)
         if healing:
             metrics.counter(names.GATEWAY_HEALS).labels("ok").inc()
         if self.error is not None:
@@ -382,16 +384,17 @@ class Request:
             )
 
 
-async def _end(task: asyncio.Task[Placed | router_pb2.CachedAnswer]) -> None:
-    """Cancel a placing that is still running, and let go of what it may have got in its last moment."""
-    if task.done():
-        return
+def _abandon(task: asyncio.Task[Placed | router_pb2.CachedAnswer]) -> None:
+    """End a placing whose result nobody takes; an attempt that a worker has just accepted is aborted there.
+
+    The task may be done already: the handler can be cancelled in the very step in which its result arrives.
+    """
     task.cancel()
 
     def late(done: asyncio.Task[Placed | router_pb2.CachedAnswer]) -> None:
-        if not done.cancelled() and done.exception() is None and isinstance(done.result(), Placed):
+        if not done.cancelled() and done.exception() is None:
             result = done.result()
-            assert isinstance(result, Placed)
-            result.link.release(result.key, abort=True)
+            if isinstance(result, Placed):
+                result.link.release(result.key, abort=True)
 
     task.add_done_callback(late)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from kvmesh.config import ServiceSettings
-from kvmesh.errors import FailedPrecondition, KvmeshError
+from kvmesh.errors import FailedPrecondition, KvmeshError, Overloaded
 from kvmesh.loading.tokenizer import scripted_tokenizer
 from kvmesh.proto.v1 import engine_pb2, engine_pb2_grpc, router_pb2, router_pb2_grpc
 from kvmesh.proto.v1 import inference_pb2 as pb
@@ -103,6 +103,16 @@ class FakeWorker(engine_pb2_grpc.DecodeServicer, engine_pb2_grpc.EngineServicer)
         return router_pb2.WorkerStatus(info=self.info, load=self.load)
 
     # --- what a test does
+    def fill(self) -> None:
+        """Be full, and say so: nothing is accepted and no seat looks free."""
+        self.load.running = self.info.max_batch
+        self.refuse = Overloaded("full")
+
+    def empty(self) -> None:
+        """Have room again."""
+        self.load.running = 0
+        self.refuse = None
+
     def frame(self, request: engine_pb2.SubmitRequest, **parts: Any) -> None:
         """Send one frame to the gateway of a request."""
         self._put(request.gateway_id, engine_pb2.FramesResponse(**parts))

@@ -280,7 +280,7 @@ async def test_cancelled_during_submit_reaches_the_worker(world: World) -> None:
 
 async def test_cancelled_while_waiting_in_the_gateway(world: World) -> None:
     worker = await world.worker()
-    worker.refuse = Overloaded("full")
+    worker.fill()
     await world.start(static=True)
     call = world.chat()
     await world.until(lambda: len(world.gateway.queue) == 1)
@@ -306,7 +306,7 @@ async def test_abort_ends_a_stream_of_the_same_tenant(world: World) -> None:
 
 async def test_abort_of_a_waiting_request_is_a_status(world: World) -> None:
     worker = await world.worker()
-    worker.refuse = Overloaded("full")
+    worker.fill()
     await world.start(static=True)
     call = world.chat(request_id="mine")
     await world.until(lambda: len(world.gateway.queue) == 1)
@@ -377,7 +377,7 @@ async def test_ttft_limit_is_over_with_the_first_token(world: World) -> None:
 
 async def test_limit_while_waiting_for_room_is_overload(world: World) -> None:
     worker = await world.worker()
-    worker.refuse = Overloaded("full")
+    worker.fill()
     await world.start(static=True)
     call = world.chat(limits=pb.Limits(ttft_ms=150))
     error = await end_of(call)
@@ -439,13 +439,13 @@ async def test_the_calls_own_deadline_travels_to_the_worker(world: World) -> Non
 
 async def test_metadata_goes_out_while_waiting(world: World) -> None:
     worker = await world.worker()
-    worker.refuse = Overloaded("full")
+    worker.fill()
     await world.start(static=True, first_metadata_s=0.1)
     call = world.chat()
     async with asyncio.timeout(5):
         await call.initial_metadata()
-    assert len(world.gateway.queue) == 1
-    worker.refuse = None
+    await world.until(lambda: len(world.gateway.queue) == 1)
+    worker.empty()
     assert text_of(await rest(call)) == "hello"
 
 
@@ -547,13 +547,12 @@ async def test_a_refusal_that_is_about_the_request_is_final(world: World) -> Non
 
 async def test_full_workers_release_the_line_when_frames_say_so(world: World) -> None:
     worker = await world.worker(max_batch=1)
-    worker.load.running = 1
-    worker.refuse = Overloaded("full")
+    worker.fill()
     await world.router()
     await world.start()
     calls = [world.chat(str(index)) for index in range(5)]
     await world.until(lambda: len(world.gateway.queue) == 5)
-    worker.load.running, worker.refuse = 0, None
+    worker.empty()
     for call in calls:
         assert text_of(await rest(call)) == "hello"
     await world.until(world.idle)
@@ -561,7 +560,7 @@ async def test_full_workers_release_the_line_when_frames_say_so(world: World) ->
 
 async def test_a_line_that_is_too_long_refuses_at_once(world: World) -> None:
     worker = await world.worker()
-    worker.refuse = Overloaded("full")
+    worker.fill()
     await world.start(static=True, max_waiting_requests=1)
     waiting = world.chat()
     await world.until(lambda: len(world.gateway.queue) == 1)

@@ -123,7 +123,7 @@ async def test_choices_are_apart(world: World, keep: Any) -> None:
     worker.end(request)
     events = await rest(call)
     assert [text_of(events, choice) for choice in range(3)] == ["é", "x", "zz"]
-    assert [list(abort.choices) for abort in worker.aborts.items] == [[1]]
+    assert [list(abort.choices) for abort in await worker.aborts.wait()] == [[1]]
     assert all(len([d for d in deltas(events, c) if d.finish_reason]) == 1 for c in range(3))
     assert events[-1].finished.usage.completion_tokens == 3 + 2 + 2
 
