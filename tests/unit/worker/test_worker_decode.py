@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import pytest
@@ -268,8 +269,8 @@ async def test_shutdown_ends_what_does_not_finish_with_one_terminal_each_and_flu
         await worker.pages_are_back()
 
 
-async def test_a_stall_turns_readiness_off_and_back_on(tmp_path: object) -> None:
-    faults = tmp_path / "faults.json"  # type: ignore[operator]
+async def test_a_stall_turns_readiness_off_and_back_on(tmp_path: Path) -> None:
+    faults = tmp_path / "faults.json"
     faults.write_text('{"hang_step": 3, "hang_s": 1.5}')
     async with running(stall_timeout_s=0.3, scripted_faults=faults) as worker, Gateway(worker) as gateway:
         answer = await gateway.submit(gateway.request(prompt(5), sampling=sampling(10)))
@@ -279,8 +280,27 @@ async def test_a_stall_turns_readiness_off_and_back_on(tmp_path: object) -> None
         await until(lambda: worker.server.ready, "readiness does not come back")
 
 
-async def test_failed_step_is_one_error_terminal_each(tmp_path: object) -> None:
-    faults = tmp_path / "faults.json"  # type: ignore[operator]
+async def test_a_step_that_hangs_past_the_deadline_does_not_hold_the_terminal_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmesh.engine.worker.requests.OVERDUE_S", 0.1)
+    monkeypatch.setattr("kvmesh.engine.worker.bootstrap.HOUSEKEEPING_S", 0.05)
+    faults = tmp_path / "faults.json"
+    faults.write_text('{"hang_step": 3, "hang_s": 1.5}')
+    async with running(scripted_faults=faults) as worker, Gateway(worker) as gateway:
+        answer = await gateway.submit(gateway.request(prompt(5), sampling=sampling(10), total_ms=100))
+        await answer.wait(1.2)
+        assert answer.error is not None
+        assert answer.error.reason == "DEADLINE_EXCEEDED"
+        again = await gateway.ask(prompt(6), sampling=sampling(5))
+        assert again.tokens == {0: expected(prompt(6), 5)}
+        assert len(answer.ends) == 1
+        assert answer.late == 0
+        await worker.pages_are_back()
+
+
+async def test_failed_step_is_one_error_terminal_each(tmp_path: Path) -> None:
+    faults = tmp_path / "faults.json"
     faults.write_text('{"fail_steps": [4]}')
     async with running(scripted_faults=faults, scripted_step_ms=2) as worker, Gateway(worker) as gateway:
         answers = await asyncio.gather(*[gateway.ask(prompt(5, i), sampling=sampling(50)) for i in range(3)])

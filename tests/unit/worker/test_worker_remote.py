@@ -458,6 +458,51 @@ async def test_storm_of_aborts_and_timeouts_gives_exactly_one_terminal_each() ->
             assert runner.foreign == 0
 
 
+async def test_a_preempted_request_is_fetched_again_like_a_new_one() -> None:
+    async with mesh(num_pages=48, look_ahead=0, prefix_cache=False) as m:
+        prompts = [prompt(100 + i, i) for i in range(5)]
+        answers = await asyncio.gather(*[m.ask(p, sampling=sampling(100)) for p in prompts])
+        for tokens, answer in zip(prompts, answers, strict=True):
+            assert answer.tokens == {0: expected(tokens, 100)}
+            assert answer.finished.prefill_worker == "prefill-0"
+            assert answer.gaps == 0
+        preempted = sum(answer.finished.preemptions for answer in answers)
+        assert preempted > 0
+        # Each admission fetched: the first ones and those after a preemption.
+        assert m.decode.sidecar.opened == 5 + preempted
+        await m.all_back()
+
+
+async def test_drain_of_prefill_lets_its_runs_finish_and_refuses_new_ones() -> None:
+    async with mesh(prefill={"scripted_step_ms": 20, "chunk_size": 32}) as m:
+        answer = await m.submit(prompt(300), sampling=sampling(5))
+        await until(lambda: RequestStep.COMPUTING in m.steps.seen)
+        stub = engine_pb2_grpc.EngineStub(m.prefill.channel)
+        seen = [progress async for progress in stub.Drain(pb.DrainRequest(timeout_ms=10_000), timeout=20)]
+        assert seen[0].running == 1
+        assert (seen[-1].running, seen[-1].drained) == (0, True)
+        await answer.wait()
+        assert answer.finished.prefill_worker == "prefill-0"
+        refused = await m.ask(prompt(300, 2), sampling=sampling(5))
+        assert refused.finished.prefill_retries == 1
+        assert refused.tokens == {0: expected(prompt(300, 2), 5)}
+        await m.all_back()
+
+
+async def test_drain_of_prefill_cuts_what_takes_too_long() -> None:
+    async with mesh(prefill={"scripted_step_ms": 20, "chunk_size": 16}) as m:
+        answer = await m.submit(prompt(1600), sampling=sampling(5))
+        await until(lambda: RequestStep.COMPUTING in m.steps.seen)
+        stub = engine_pb2_grpc.EngineStub(m.prefill.channel)
+        async for progress in stub.Drain(pb.DrainRequest(timeout_ms=100), timeout=20):
+            last = progress
+        assert last.drained
+        await answer.wait()
+        assert answer.finished.prefill_retries == 1
+        assert answer.tokens == {0: expected(prompt(1600), 5)}
+        await m.all_back()
+
+
 async def test_metrics_tell_where_prompts_were_computed() -> None:
     async with mesh() as m:
         before = metrics.value(names.REMOTE_PREFILLS, model_name="scripted", outcome="ok")

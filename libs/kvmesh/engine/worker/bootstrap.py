@@ -133,6 +133,8 @@ class Worker:
                 look_ahead=settings.look_ahead,
                 prefix_cache=settings.prefix_cache,
                 stall_timeout_s=settings.stall_timeout_s,
+                # A preempted sequence is recomputed by the same rule as a new one.
+                remote_resume=True,
             ),
             pump,
             doorbell=memory.doorbell,
@@ -255,9 +257,12 @@ class Worker:
             if not await self.requests.wait_idle(ABORT_S):
                 for request in self.requests.all():
                     request.finish(error, None)
-        runs = set(ctx.cleanups)
-        if runs:
-            await asyncio.wait(runs, timeout=ABORT_S)
+        if not await self.prefill.wait_idle(deadline.timeout()):
+            log.warning("drain timeout: %d prefill(s) are ended", len(self.prefill))
+            self.prefill.abort_all(Unavailable("the worker is stopping"))
+        cleanups = set(ctx.cleanups)
+        if cleanups:
+            await asyncio.wait(cleanups, timeout=ABORT_S)
 
     async def drain(self, deadline: Deadline) -> None:
         """SIGTERM: finish the work, then end the Frames streams with everything written."""
@@ -279,7 +284,12 @@ class Worker:
             if ctx.link is not None:
                 await ctx.link.close()
             await ctx.channels.close()
-            await in_thread(lambda: ctx.core.stop(STOP_S), name="core-stop")
+            try:
+                await in_thread(lambda: ctx.core.stop(STOP_S), name="core-stop")
+            except KvmeshError as error:
+                # Its thread still uses runner and memory: they go with the process.
+                log.error("%s", error.message)
+                return
         if self._runner is not None:
             self._runner.close()
         if self._memory is not None:

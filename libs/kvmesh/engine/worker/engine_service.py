@@ -15,6 +15,7 @@ from kvmesh.rpc.auth import ServicerContext
 from kvmesh.rpc.limits import Deadline
 
 PROGRESS_S = 0.2
+SETTLE_S = 1.0
 
 
 def worker_info(ctx: WorkerContext, status: WorkerStatus, address: str) -> pb.WorkerInfo:
@@ -80,6 +81,11 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             yield pb.DrainResponse(running=load.running + load.transferring, waiting=load.waiting)
             await asyncio.wait({work}, timeout=PROGRESS_S)
         load = ctx.core.load()
+        give_up = Deadline.after(SETTLE_S)
+        while load.running + load.transferring + load.waiting and not give_up.expired:
+            # The core has yet to look at the last releases.
+            await asyncio.sleep(PROGRESS_S / 10)
+            load = ctx.core.load()
         yield pb.DrainResponse(running=load.running + load.transferring, waiting=load.waiting, drained=True)
 
     async def _run(self, deadline: Deadline) -> None:

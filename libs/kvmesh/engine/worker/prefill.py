@@ -88,10 +88,27 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
         self.status = status
         self.ctx: WorkerContext | None = None
         self._live: set[_Run] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def __len__(self) -> int:
         """Runs whose pages are not back yet."""
         return len(self._live)
+
+    async def wait_idle(self, timeout_s: float | None) -> bool:
+        """Wait until no run is left; False after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def abort_all(self, error: KvmeshError) -> None:
+        """End every run with `error`; its call fails with it and its transfer is drained."""
+        for run in self._live:
+            if self.ctx is not None:
+                self.ctx.core.abort(run.key, error=error)
 
     async def Run(self, request: pb.RunRequest, context: ServicerContext) -> AsyncIterator[pb.RunResponse]:
         """accepted, then done; or the call's status says why not."""
@@ -147,6 +164,7 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
             ctx.pump.forget(run.key)
             raise
         self._live.add(run)
+        self._idle.clear()
 
     async def _start_transfer(
         self,
@@ -206,6 +224,8 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
         finally:
             ctx.core.release(run.key)
             self._live.discard(run)
+            if not self._live:
+                self._idle.set()
 
 
 @dataclass(eq=False, slots=True)

@@ -66,8 +66,7 @@ class RemotePrefill:
         with tracing.span(names.SPAN_DECODE_REMOTE_PREFILL, parent=self._request.trace_context()):
             await self._step(RequestStep.ADMITTED)
             cause = "no_target"
-            while self._request.targets:
-                target = self._request.targets.pop(0)
+            for target in list(self._request.targets):
                 try:
                     await self._place(target)
                 except _NoSlot as error:
@@ -78,6 +77,8 @@ class RemotePrefill:
                     return
                 except KvmeshError as error:
                     cause = "failed"
+                    # A later admission, after a preemption, does not ask it again.
+                    self._request.targets.remove(target)
                     self._failed(target, error)
                     if not await self._pages_back():
                         break
