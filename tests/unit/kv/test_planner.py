@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvmesh.errors import InvalidArgument, TooLarge
 from kvmesh.kv import planner
@@ -45,7 +45,7 @@ def cases(draw):
     return src, dst, pages(src.num_pages), pages(dst.num_pages), first, tokens, limit
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.sampled_from(["full", "draft"]), st.randoms(use_true_random=False))
 def test_carried_out_it_moves_exactly_the_pages(case, group, random):
     src, dst, src_pages, dst_pages, first, tokens, limit = case
@@ -81,7 +81,7 @@ def test_carried_out_it_moves_exactly_the_pages(case, group, random):
     assert rows.nbytes * src.group(group).num_layers == expectation.sum()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.data())
 def test_chunks_add_up_to_the_whole(case, data):
     """Page ranges as they leave step by step give the same bytes as one plan: what makes byte counting work."""

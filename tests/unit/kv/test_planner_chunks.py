@@ -5,7 +5,7 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.planner import expected_bytes, plan
@@ -59,7 +59,7 @@ def image(case, layout, pages):
     return lay(case.kv[:, :, : len(pages) * layout.page_size], layout, pages)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.data())
 def test_chunks_land_every_byte_once_in_any_order(case, data):
     """The whole lists with the chunk's tokens, or only the chunk's pages: the same bytes, however cut and split."""
@@ -117,7 +117,7 @@ def test_chunks_land_every_byte_once_in_any_order(case, data):
     assert only.tolist() == expectation.tolist()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.data())
 def test_kept_pages_arrive_compacted(case, data):
     src, dst = case.src, case.dst
@@ -142,7 +142,7 @@ def test_kept_pages_arrive_compacted(case, data):
     assert expected_bytes(src, dst, dst_pages, **where).tolist() == written.sum(axis=(1, 2)).tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.data())
 def test_the_views_of_all_ranks_make_the_whole(case, data):
     first = data.draw(st.integers(0, case.tokens - 1))
@@ -163,7 +163,7 @@ def test_the_views_of_all_ranks_make_the_whole(case, data):
     assert all(row[1] == rank for rank in range(case.src.tp) for row in rows(src_rank=rank))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(equal_sizes=True))
 def test_whole_pages_never_cost_more_than_a_run_per_page_and_pair(case):
     rows = plan(case.src, case.dst, case.src_pages, case.dst_pages, group="g", replica_draw=case.draw)
