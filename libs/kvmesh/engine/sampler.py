@@ -1,7 +1,7 @@
 """Sampling: logits of a step → tokens. What is sampled for a row never depends on the other rows.
 
-Plain greedy rows are one batched argmax; any other row goes through numpy alone (well under a millisecond at a
-vocabulary of 50k), since its filters rarely agree with its neighbours'.
+Rows go through numpy one by one: at a vocabulary of 50k its argmax takes 10 microseconds a row where torch's batched one
+takes 90, and the filters of a sampled row (well under a millisecond) rarely agree with its neighbours'.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ Row = npt.NDArray[np.float32]
 def sample_row(logits: Row, sample: SampleInput) -> int:
     """One token from raw logits fp32 (vocab,)."""
     params = sample.params
-    row = adjust(logits, sample) if needs_processing(sample) else logits
-    if not row.max() > -np.inf:
-        # Every token was banned: a request must not take the whole step down with it.
-        row = logits
+    row = logits
+    if needs_processing(sample):
+        row = adjust(logits, sample)
+        if not row.max() > -np.inf:
+            # Every token was banned: a request must not take the whole step down with it.
+            row = logits
     if params.temperature <= 0.0:
         return int(row.argmax())
     ids, probs = distribution(row, params)
@@ -37,13 +39,11 @@ def sample_rows(
     logits: torch.Tensor, rows: Sequence[int], samples: Sequence[SampleInput]
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
     """Sample `samples[i]` from `logits[rows[i]]`, fp32 (rows, vocab) on CPU; several samples may share a row."""
-    plain = [s.params.temperature <= 0.0 and not needs_processing(s) for s in samples]
-    best: list[int] = logits.argmax(dim=-1).tolist() if any(plain) else []
     table: npt.NDArray[np.float32] = logits.numpy()
     tokens: list[int] = []
     scores: list[TokenLogprobs | None] = []
-    for row, sample, greedy in zip(rows, samples, plain, strict=True):
-        token = best[row] if greedy else sample_row(table[row], sample)
+    for row, sample in zip(rows, samples, strict=True):
+        token = sample_row(table[row], sample)
         tokens.append(token)
         wanted = sample.params.want_logprobs
         scores.append(token_logprobs(table[row], token, sample.params.logprobs) if wanted else None)

@@ -90,7 +90,7 @@ def _nucleus(probs: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.boo
     before = np.cumsum(ordered) - ordered
     count = max(1, int(np.searchsorted(before, top_p, side="left")))
     edge = ordered[count - 1]
-    keep = probs > edge
+    keep: npt.NDArray[np.bool_] = probs > edge
     keep[np.flatnonzero(probs == edge)[: count - int(np.count_nonzero(keep))]] = True
     return keep
 
