@@ -12,7 +12,8 @@ from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import Deadline
 from kvmesh.transfer.mover import Mover
 from kvmesh.transfer.sends import SendEvent
-from kvmesh.transfer.sidecar.engine import EngineServer, EngineSession
+from kvmesh.transfer.sidecar.door import EngineServer
+from kvmesh.transfer.sidecar.engine import EngineSession
 from kvmesh.transfer.sidecar.incoming import IncomingLinks
 from kvmesh.transfer.sidecar.options import SidecarOptions, make_transport
 from kvmesh.transfer.sidecar.outgoing import OutgoingLinks

@@ -374,8 +374,9 @@ class TcpTransport(Transport):
 
     name = "tcp"
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, advertise: str = "") -> None:
         self._host = host
+        self._advertise = advertise
         self._server: socket.socket | None = None
         self._address = ""
         self._usable = (False, "not started")
@@ -393,7 +394,7 @@ class TcpTransport(Transport):
             raise Unavailable(self._usable[1]) from None
         self._server.setblocking(False)
         port = self._server.getsockname()[1]
-        host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host
+        host = self._advertise or (socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host)
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         asyncio.get_running_loop().add_reader(self._server.fileno(), self._accept)
         self._usable = (True, f"listening on {self._address}")
