@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from kvmesh.engine.runner import SamplingParams
 from kvmesh.engine.scripted import scripted_output
 from kvmesh.proto.v1 import engine_pb2 as pb
