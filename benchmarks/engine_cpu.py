@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Read once, when torch loads its OpenMP. Waiting threads that spin cost ten times the throughput where cores are
+# shared; set OMP_WAIT_POLICY=active to measure a machine that is otherwise idle.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, str(Path(__file__).parents[1] / "libs"))
 
 import numpy as np
@@ -73,7 +76,7 @@ class Kvmesh:
         self._step([prompt], 0)
 
     def decode(self, prompts: np.ndarray, steps: int) -> Callable[[], None]:
-        batch, context = prompts.shape
+        context = prompts.shape[1]
         last = self._step(list(prompts), 0)
 
         def work() -> None:
@@ -202,7 +205,8 @@ def main() -> None:
     )
     weights = 2 * (c.num_layers * layer + c.vocab_size * c.hidden_size)
     floor = bandwidth / weights
-    print(f"{platform.machine()}, {args.threads} threads, torch {torch.__version__}, kvmesh backend: {status()}")
+    print(f"{platform.machine()}, {args.threads} threads, OMP wait {os.environ['OMP_WAIT_POLICY']},", end=" ")
+    print(f"torch {torch.__version__}, kvmesh backend: {status()}")
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, {weights / 1e6:.0f} MB of weights a step:", end=" ")
     print(f"floor {floor:.0f} steps/s (batch 1: {floor:.0f} tok/s)")
     print(f"{'':14}" + "".join(f"{name + ' wall':>19}{'cpu':>8}" for name in engines) + f"{'ratio wall':>12}{'cpu':>7}")
@@ -222,6 +226,8 @@ def main() -> None:
     report: dict[str, object] = {
         "unit": "tokens per second; cpu = tokens * threads / process CPU seconds",
         "threads": args.threads,
+        "omp_wait_policy": os.environ["OMP_WAIT_POLICY"],
+        "load_average": os.getloadavg(),
         "backend": status(),
         "torch": torch.__version__,
         "context": args.context,

@@ -1,7 +1,7 @@
 """Sampling: logits of a step → tokens. What is sampled for a row never depends on the other rows.
 
-Rows go through numpy one by one: at a vocabulary of 50k its argmax takes 10 microseconds a row where torch's batched one
-takes 90, and the filters of a sampled row (well under a millisecond) rarely agree with its neighbours'.
+Rows go through numpy one by one: at a vocabulary of 50k its argmax takes 10 microseconds a row where torch's batched
+one takes 90, and the filters of a sampled row (0.1 to 1.4 ms) rarely agree with its neighbours'.
 """
 
 from __future__ import annotations

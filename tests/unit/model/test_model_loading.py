@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+
 from kvmesh.errors import DataLoss, InvalidArgument, KvmeshError, NotFound
 from kvmesh.loading.gguf import GgufFile
 from kvmesh.loading.gguf_model import GgufCheckpoint, unpermute
@@ -22,7 +24,6 @@ from kvmesh.loading.safetensors import SafetensorsFile
 from kvmesh.loading.source import describe, resolve
 from kvmesh.loading.tokenizer import from_gguf
 from model_tiny import make_tiny
-from safetensors.torch import save_file
 
 QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K")
 HEADS, KV_HEADS, DIM, HIDDEN, WIDE, VOCAB = 4, 2, 8, 32, 64, 48

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from kvmesh.engine.torch_runner import TorchRunner
 from kvmesh.layers.native.build import NativeUnavailable, load_library
 from kvmesh.layers.native.structs import PackedLinear

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from kvmesh.engine.runner import SampleInput, SamplingParams, StepBatch
 from kvmesh.engine.torch_runner import TorchRunner
 from kvmesh.errors import Internal, InvalidArgument

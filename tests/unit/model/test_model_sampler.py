@@ -10,11 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvmesh.engine.runner import SampleInput, SamplingParams
-from kvmesh.engine.sampler import sample_row, sample_rows
-from kvmesh.engine.sampling.logprobs import token_logprobs
-from kvmesh.engine.sampling.noise import uniform
-from kvmesh.engine.sampling.processors import adjust, distribution
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -22,6 +17,12 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from kvmesh.engine.runner import SampleInput, SamplingParams
+from kvmesh.engine.sampler import sample_row, sample_rows
+from kvmesh.engine.sampling.logprobs import token_logprobs
+from kvmesh.engine.sampling.noise import uniform
+from kvmesh.engine.sampling.processors import adjust, distribution
 
 VOCAB = 300
 
