@@ -12,7 +12,6 @@ from kvmesh.rpc.credentials import Credentials
 from kvmesh.rpc.guard import Access
 from kvmesh.rpc.limits import Deadline
 from kvmesh.rpc.service import ServiceContext
-
 from services.gateway import static
 from services.gateway.fairqueue import FairQueue
 from services.gateway.fleet import Fleet

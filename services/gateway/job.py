@@ -9,7 +9,6 @@ from kvmesh.errors import Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.limits import RequestLimits
-
 from services.gateway.output import worker_sampling
 from services.gateway.tokenizers import ModelTokenizer
 

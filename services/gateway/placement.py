@@ -24,7 +24,6 @@ from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.status import is_retryable
 from kvmesh.telemetry import metrics, names, tracing
-
 from services.gateway.demux import Key
 from services.gateway.fairqueue import FairQueue, Ticket
 from services.gateway.fleet import Fleet

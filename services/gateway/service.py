@@ -10,7 +10,6 @@ from kvmesh.proto.v1 import inference_pb2_grpc
 from kvmesh.rpc.auth import ServicerContext
 from kvmesh.rpc.credentials import Credentials
 from kvmesh.telemetry import names, tracing
-
 from services.gateway import validate
 from services.gateway.fleet import Fleet
 from services.gateway.observe import Observer

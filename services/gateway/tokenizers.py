@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from tokenizers import decoders
+
 from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, Unavailable
 from kvmesh.loading.tokenizer import TokenizerBundle, load_tokenizer
 from kvmesh.proto.v1 import engine_pb2
-from tokenizers import decoders
-
 from services.gateway.detokenizer import Detokenizer, detokenizer
 from services.gateway.templates import ChatTemplate
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import grpc
 import pytest
-from conftest import World, end_of, kinds, next_event, rest, text_of
+
 from gateway_fakes import FakeWorker
+from gateway_world import World, end_of, kinds, next_event, rest, text_of
 from kvmesh.errors import Internal, InvalidArgument, KvmeshError, Overloaded, Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb

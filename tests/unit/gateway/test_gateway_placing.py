@@ -6,7 +6,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from conftest import World, end_of, kinds, text_of
+
+from gateway_world import World, end_of, kinds, text_of
 from kvmesh.errors import Internal, InvalidArgument, NotFound
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb

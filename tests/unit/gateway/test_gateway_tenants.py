@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
-from conftest import World, end_of, kinds, next_event, rest, text_of
+
+from gateway_world import World, end_of, kinds, next_event, rest, text_of
 from kvmesh.config import ServiceSettings
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
