@@ -38,7 +38,8 @@ from kvmesh.transfer.wire import MAX_HELLO_BYTES, PROTOCOL, FrameSocket, open_un
 
 log = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 15.0
+# A sidecar's own limits (link, bind) are shorter: this one is for a sidecar that hangs.
+CALL_TIMEOUT_S = 30.0
 # Linux 6.5; Python has no name for it yet.
 _SO_PEERPIDFD = 77
 _BY_REASON: dict[str, type[KvmeshError]] = {

@@ -10,6 +10,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvmesh.errors import InvalidArgument, TooLarge
 from kvmesh.kv.layout import KvGroup, KvLayout
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvmesh.errors import InvalidArgument
 from kvmesh.transfer.immediate import pack
 from kvmesh.transfer.transports.base import Write

@@ -13,6 +13,7 @@ from collections import Counter
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
 from transfer_world import World
 
 STEPS = int(os.environ.get("KVMESH_PROPERTY_STEPS", "10000"))

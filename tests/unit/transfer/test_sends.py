@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvmesh.errors import InvalidArgument
 from kvmesh.kv.layout import KvGroup, KvLayout
 from kvmesh.kv.ring import StepEntry, StepRecord
@@ -257,3 +258,21 @@ def test_broken_link_stops_its_transfers_alone() -> None:
     assert [send.transfer_id for send in table] == [2]
     table.stop_all("engine gone")
     assert [event.send.transfer_id for event in table.events()] == [2]
+
+
+def test_long_writes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvmesh.transfer import sends
+
+    monkeypatch.setattr(sends, "MAX_WRITE_BYTES", 5 * PAGE["even"])
+    monkeypatch.setattr(sends, "MAX_WRITE_RUNS", 3)
+    table, out = SendTable(LAYOUT), Recorder()
+    send = make(out, [0, 2, 4, 6, 8, 10, 12], [1, 3, 5, 7, 9, 11, 13])
+    table.start(send, 7)
+    assert len(out.writes) > 4
+    for write in out.writes:
+        assert len(write.length) <= 3
+        assert sum(write.length) == write.nbytes < 5 * PAGE["even"] + PAGE["odd"]
+    placed = [(w.dst_region, dst) for w in out.writes for dst in w.dst]
+    assert len(set(placed)) == len(placed) == send.runs == 7 * 4
+    finish(table, out)
+    assert [type(event) for event in table.events()] == [SendDone]

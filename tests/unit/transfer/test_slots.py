@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvmesh.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded
 from kvmesh.transfer.immediate import GENERATIONS, MAX_SLOTS, pack, unpack
 from kvmesh.transfer.slots import AskDrain, Completed, Drained, Failed, SlotState, SlotTable

@@ -10,6 +10,7 @@ import struct
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvmesh.errors import DataLoss, DeadlineExceeded, InvalidArgument, KvmeshError, TooLarge, Unavailable
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer import wire

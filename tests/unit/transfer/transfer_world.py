@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+
 from kvmesh.kv.layout import KvGroup, KvLayout
 from kvmesh.kv.pool import PagePool, PageState
 from kvmesh.kv.ring import StepEntry, StepRecord

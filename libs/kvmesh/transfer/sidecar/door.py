@@ -24,7 +24,7 @@ from kvmesh.transfer.descriptor import MAX_ID_CHARS, layout_from_proto
 from kvmesh.transfer.sends import SendTable
 from kvmesh.transfer.sidecar.engine import EngineSession
 from kvmesh.transfer.transports.base import EngineMemory
-from kvmesh.transfer.transports.shm import listen_unix
+from kvmesh.transfer.transports.shm import listen_unix, prefault
 from kvmesh.transfer.watcher import RingWatcher
 from kvmesh.transfer.wire import MAX_HELLO_BYTES, PROTOCOL, FrameSocket
 
@@ -86,17 +86,27 @@ class EngineServer:
             if not closed.done():
                 closed.set_result(error.message if error is not None else "end of file")
 
+        def on_exit() -> None:
+            frames.close()
+            asyncio.get_running_loop().remove_reader(pidfd)
+            if not closed.done():
+                closed.set_result("its process has exited")
+
         frames = FrameSocket(
             sock, on_frame=on_frame, on_closed=on_closed, max_frame=MAX_HELLO_BYTES, max_fds=FIXED_FDS + MAX_REGIONS
         )
         fds: list[int] = []
         call_id = 0
+        pidfd = -1
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 message, fds = await hello
             call_id = message.call_id
             async with self._entering():
                 session = await self._register(frames, message, fds)
+            # A child that inherited the engine's socket would keep its end of file from us.
+            pidfd = fds.pop(0)
+            asyncio.get_running_loop().add_reader(pidfd, on_exit)
         except (KvmeshError, TimeoutError) as error:
             text = error.message if isinstance(error, KvmeshError) else f"no hello within {HELLO_TIMEOUT_S:g} s"
             reason = error.reason if isinstance(error, KvmeshError) else "DEADLINE_EXCEEDED"
@@ -113,6 +123,8 @@ class EngineServer:
         try:
             why = await closed
         finally:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
             self._sidecar.engine_ending(session)
             await session.end(why)
             self._sidecar.engine_gone(session)
@@ -177,6 +189,8 @@ class EngineServer:
             for i in hello.regions
         ]
         memory = EngineMemory(hello.engine_id, hello.incarnation, layout, infos, regions)
+        if any(name in self._sidecar.transports for name in ("shm", "fake")):
+            await asyncio.to_thread(prefault, regions, write=False)
         sends = SendTable(layout)
         session = EngineSession(self._sidecar, frames, memory, sends)
         for transport in self._sidecar.transports.values():

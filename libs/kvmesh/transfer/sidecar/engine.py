@@ -30,7 +30,7 @@ from kvmesh.transfer.descriptor import (
 from kvmesh.transfer.immediate import GENERATIONS, pack
 from kvmesh.transfer.sends import Send, SendDone, SendEvent, SendTable
 from kvmesh.transfer.sidecar.outgoing import OutTransfer
-from kvmesh.transfer.slots import AskDrain, Completed, Drained, Event, Failed, Slot, SlotTable
+from kvmesh.transfer.slots import AskDrain, Completed, Drained, Event, Failed, Slot, SlotState, SlotTable
 from kvmesh.transfer.transports.base import EngineMemory, GrantedPages
 from kvmesh.transfer.wire import FrameSocket
 
@@ -344,7 +344,8 @@ class EngineSession:
         await self._tasks.close()
         for slot in self.slots:
             # Whoever could write there is fenced, or holds memory that nobody reads any more.
-            self._end_span(slot, "none", "EngineGone")
+            if slot.state is not SlotState.DRAINING:
+                self._end_span(slot, "none", "EngineGone")
         for transport in sidecar.transports.values():
             transport.deregister()
         await sidecar.mover.detach()

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from kvmesh.transfer.sidecar.sidecar import Sidecar
 
 log = logging.getLogger(__name__)
-NOTICE_BACKOFF_S = (0.1, 5.0)
-# A destination that never comes back: its engine's memory went with it.
-NOTICE_LIMIT_S = 600.0
+NOTICE_BACKOFF_S = (0.1, 10.0)
+# A destination that does not come back in a day has no pages that wait for us.
+NOTICE_LIMIT_S = 86_400.0
 
 LinkKey = tuple[str, int, int, str]
 
@@ -160,7 +160,7 @@ class OutLink:
                 except KvmeshError as error:
                     log.warning("link to %s: %s cannot be opened: %s", self.engine_id, reply.transport, error.message)
                     failed.append(pb.TransportOffer(name=reply.transport, reason=error.message[:200]))
-                    await call.write(pb.PeerRequest(unmapped=self._notice()))
+                    await call.write(pb.PeerRequest(unmapped=self.notice()))
                     await call.done_writing()
                     return False
                 await self._serve(call)
@@ -203,7 +203,7 @@ class OutLink:
         self.transport = reply.transport
         self.reason = reply.reason
 
-    def _notice(self) -> pb.Unmapped:
+    def notice(self) -> pb.Unmapped:
         return pb.Unmapped(engine_id=self.engine_id, incarnation=self.incarnation, link_id=self.link_id)
 
     async def _serve(self, call: Any) -> None:
@@ -223,6 +223,8 @@ class OutLink:
         self.state = "up"
         metrics.gauge(names.TRANSFER_PEERS).labels(self.transport).inc()
         log.info("link %x: writes to %s by %s (%s)", self.link_id, self.engine_id, self.transport, self.reason)
+        for notice in self.owner.untold(self.engine_id, self.incarnation):
+            self._outbox.put(pb.PeerRequest(unmapped=notice))
         if not self.ready.done():
             self.ready.set_result(None)
         try:
@@ -230,7 +232,7 @@ class OutLink:
             if self._finish and not reader.done() and not writer.done():
                 # In order: everything stops and drains, the peer hears each end, then that its memory is let go of.
                 await self._release(self._end_reason)
-                self._outbox.put(pb.PeerRequest(unmapped=self._notice()))
+                self._outbox.put(pb.PeerRequest(unmapped=self.notice()))
                 self._outbox.finish()
                 await asyncio.wait([writer], timeout=options.lease_s)
                 told = writer.done() and writer.exception() is None
@@ -242,6 +244,8 @@ class OutLink:
                     raise error
         finally:
             self.state = "fencing"
+            # Whoever comes for this destination from now on gets a new link.
+            self.owner.leave(self)
             writer.cancel()
             reader.cancel()
             ended.cancel()
@@ -353,6 +357,7 @@ class OutgoingLinks:
         self._tasks = BackgroundTasks()
         self._notices = BackgroundTasks()
         self._running: dict[OutLink, asyncio.Task[None]] = {}
+        self._untold: dict[int, OutLink] = {}
 
     async def link(self, session: EngineSession, descriptor: pb.Descriptor) -> OutLink:
         """The link that reaches this descriptor's destination, opened where there is none. Raises KvmeshError."""
@@ -375,11 +380,20 @@ class OutgoingLinks:
             raise DeadlineExceeded(f"no link to {descriptor.control_address} within {timeout_s:g} s") from None
         return link
 
-    def ended(self, link: OutLink) -> None:
-        """A link's task is at its end."""
+    def leave(self, link: OutLink) -> None:
+        """A link is not to be used any more."""
         if self.links.get(link.key) is link:
             del self.links[link.key]
+
+    def ended(self, link: OutLink) -> None:
+        """A link's task is at its end."""
+        self.leave(link)
         self._running.pop(link, None)
+
+    @property
+    def all(self) -> list[OutLink]:
+        """Every link that is not wholly over."""
+        return list(self._running)
 
     async def start(self, session: EngineSession, request: pb.StartTransfer, send: Send, link: OutLink) -> OutTransfer:
         """Bind the slot and hand the transfer to the mover. Raises KvmeshError; nothing is left behind then."""
@@ -447,6 +461,7 @@ class OutgoingLinks:
             tracing.mark_failed(transfer.span, "TransferFailed")
         link.bytes += event.send.written
         metrics.counter(names.TRANSFER_BYTES).labels(link.transport, "out").inc(event.send.written)
+        metrics.counter(names.TRANSFER_WRITES).labels(link.transport).inc(event.send.runs)
         metrics.counter(names.TRANSFERS).labels(link.transport, outcome).inc()
         transfer.span.set_attribute(names.ATTR_TRANSFER_BYTES, event.send.written)
         transfer.span.end()
@@ -454,14 +469,23 @@ class OutgoingLinks:
 
     def on_broken(self, outbound: Outbound, reason: str) -> None:
         """The mover found a data connection broken."""
-        for link in self.links.values():
+        for link in self._running:
             if link.outbound is outbound:
                 link.end(reason)
 
     def tell_unmapped(self, link: OutLink) -> None:
         """Tell whoever serves that engine now that its memory is let go of, until somebody has heard it."""
         if link.link_id and link.transport != "tcp":
+            self._untold[link.link_id] = link
             self._notices.spawn(self._tell(link), name="notice", essential=False)
+
+    def untold(self, engine_id: str, incarnation: int) -> list[pb.Unmapped]:
+        """Notices for an engine that nobody has taken yet. A new link to it carries them: its sidecar may have another
+        address by now."""
+        links = [x for x in self._untold.values() if (x.engine_id, x.incarnation) == (engine_id, incarnation)]
+        for link in links:
+            del self._untold[link.link_id]
+        return [link.notice() for link in links]
 
     async def _tell(self, link: OutLink) -> None:
         low, high = NOTICE_BACKOFF_S
@@ -476,20 +500,20 @@ class OutgoingLinks:
             destination_engine_id=link.engine_id,
             destination_incarnation=link.incarnation,
         )
-        while time.monotonic() < until:
+        while time.monotonic() < until and link.link_id in self._untold:
             channel = self.sidecar.options.open_channel(link.key[3])
             call = _open_peer(channel, self.sidecar.options.connect_timeout_s)
             try:
                 with raising():
                     await call.write(pb.PeerRequest(hello=hello))
                     if await anext(aiter(call), None) is not None:
-                        await call.write(pb.PeerRequest(unmapped=link._notice()))
+                        await call.write(pb.PeerRequest(unmapped=link.notice()))
                         await call.done_writing()
                         if await anext(aiter(call), None) is None:
-                            return
+                            break
             except NotFound:
                 # Another engine, or another life of it: that memory is gone with its owner.
-                return
+                break
             except (KvmeshError, asyncio.InvalidStateError) as error:
                 log.debug("unmapped notice to %s: %s", link.engine_id, short(error))
             finally:
@@ -497,7 +521,10 @@ class OutgoingLinks:
                 await channel.close()
             await asyncio.sleep(low)
             low = min(low * 2, high)
-        log.warning("nobody took the unmapped notice for %s", link.engine_id)
+        else:
+            if link.link_id in self._untold:
+                log.warning("nobody took the unmapped notice for %s", link.engine_id)
+        self._untold.pop(link.link_id, None)
 
     async def end_all(self, session: EngineSession, reason: str, timeout_s: float) -> None:
         """Stop everything of an engine, let go of all peers' memory, end the links."""

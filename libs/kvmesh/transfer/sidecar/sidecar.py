@@ -116,7 +116,7 @@ class Sidecar:
                 bytes=link.bytes,
                 transfers=link.transfers,
             )
-        for out in self.outgoing.links.values():
+        for out in self.outgoing.all:
             response.links.add(
                 peer_engine_id=out.engine_id,
                 peer_incarnation=out.incarnation,

@@ -49,7 +49,8 @@ KIND_BYTES = 0
 KIND_UNMAPPED = 1
 HELLO_TIMEOUT_S = 5.0
 MAX_PENDING_HELLOS = 64
-UNMAPPED_TIMEOUT_S = 1.0
+# Memory beyond this is left to be faulted in by the copies: filling its page tables would hold up the hello.
+MAX_PREFAULT_BYTES = 2 << 30
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -70,8 +71,10 @@ def address_of(region: Region) -> int:
 def prefault(regions: Sequence[Region], *, write: bool) -> None:
     """Fill the page tables now rather than one fault a page during the first copies. Best effort, releases the GIL."""
     advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
+    left = MAX_PREFAULT_BYTES
     for region in regions:
-        _libc.madvise(address_of(region), region.nbytes, advice)
+        _libc.madvise(address_of(region), min(left, region.nbytes), advice)
+        left -= min(left, region.nbytes)
 
 
 class ShmOutbound(Outbound):
@@ -167,9 +170,9 @@ class ShmOutbound(Outbound):
         self.fence("closed")
         for region in self._target:
             region.close()
+        # Without waiting: where this does not get through, the control API tells it.
         with contextlib.suppress(OSError):
-            self._sock.settimeout(UNMAPPED_TIMEOUT_S)
-            self._sock.sendall(RECORD.pack(0, KIND_UNMAPPED, 0), socket.MSG_NOSIGNAL)
+            self._sock.send(RECORD.pack(0, KIND_UNMAPPED, 0), socket.MSG_NOSIGNAL)
         self._sock.close()
 
     @property

@@ -246,6 +246,12 @@ class TcpInbound(Inbound):
             self._sock.shutdown(socket.SHUT_RDWR)
         while self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """The reader is not running: let go of everything."""
+        for view in self._views:
+            view.release()
         self._sock.close()
 
     def unmapped(self) -> None:
@@ -498,6 +504,7 @@ class TcpTransport(Transport):
             await frames.flush(HELLO_TIMEOUT_S)
             _tune(frames.detach())
         except BaseException as error:
+            inbound.abandon()
             expected.on_end(f"the hello failed: {error}")
             raise
         inbound.begin()
