@@ -74,11 +74,11 @@ def _run(command: list[str]) -> str:
 
 
 def _compile() -> Path:
-    compiler = _compiler()
+    compiler, cache = _compiler(), _cache_dir()
     identity = "\0".join(
         [_SOURCE.read_text(encoding="utf-8"), _run([compiler, "--version"]), _cpu(), torch.__version__, *_FLAGS]
     )
-    target = _cache_dir() / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+    target = cache / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
     if target.exists():
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
