@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from kvmesh.errors import FailedPrecondition, KvmeshError, TransferFailed
 from kvmesh.transfer.client import SlotHandle, TransferHandle
 from kvmesh.transfer.link import SidecarLink

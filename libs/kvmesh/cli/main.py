@@ -141,7 +141,7 @@ def key(
     secret = new_key()
     console = Console()
     console.print(f"key (shown once): {secret}", markup=False, highlight=False)
-    console.print(f'\n[[keys]]\nhash = "{hash_key(secret)}"\ntenant = "{tenant}"', markup=False, highlight=False)
+    console.print(f'\n[[keys]]\nsha256 = "{hash_key(secret)}"\ntenant = "{tenant}"', markup=False, highlight=False)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,11 +60,18 @@ def _flag(name: str, value: object) -> str:
     return switch.get(str(value).lower(), f"--{name}={value}")
 
 
-def plan_mesh(options: MeshOptions, run_dir: Path, *, redis: tuple[str, ...] = (), redis_url: str = "") -> MeshPlan:
+def plan_mesh(
+    options: MeshOptions,
+    run_dir: Path,
+    *,
+    free_port: Callable[[], int],
+    redis: tuple[str, ...] = (),
+    redis_url: str = "",
+) -> MeshPlan:
     """Build the plan. `redis` is the argv of an embedded Redis-compatible server, empty for none or an outside one.
 
-    Ports of gateway and router are fixed beforehand, because others are told about them and a restart must keep them;
-    everything else binds a free port and says so in its ready file.
+    Ports of gateway, router and sidecars are fixed beforehand (`free_port` names one that nobody uses), because others
+    hold their addresses and look for a successor there; engines bind a free port and tell the router.
     """
     router = f"127.0.0.1:{options.router_port}"
     gateway = f"127.0.0.1:{options.gateway_port}"
@@ -118,7 +126,14 @@ def plan_mesh(options: MeshOptions, run_dir: Path, *, redis: tuple[str, ...] = (
             socket = run_dir / f"{name}.sock"
             # A sidecar is SERVING once its engine has registered, so it is waited for together with the engines.
             sidecars.append(
-                spec("kvtransfer", f"kvtransfer-{name}", "", engine_socket=socket, transports=options.transports)
+                spec(
+                    "kvtransfer",
+                    f"kvtransfer-{name}",
+                    "",
+                    listen=f"127.0.0.1:{free_port()}",
+                    engine_socket=socket,
+                    transports=options.transports,
+                )
             )
             engines.append(
                 spec(

@@ -13,6 +13,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -140,7 +141,7 @@ async def running_mesh(
             options, gateway_port=free_port(options.gateway_port), router_port=free_port(options.router_port)
         )
         redis, url = embedded_redis(run_dir) if options.cache else ((), "")
-        plan = plan_mesh(options, run_dir, redis=redis, redis_url=url)
+        plan = plan_mesh(options, run_dir, free_port=partial(free_port, 0), redis=redis, redis_url=url)
         board = _Board(plan, log_dir)
         supervisor = Supervisor(plan, log_dir, board.event)
         done = asyncio.Event()

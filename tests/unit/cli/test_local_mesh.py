@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -56,7 +57,9 @@ async def wait_for(condition, timeout_s: float = 20.0) -> None:  # type: ignore[
 
 def test_plan_starts_router_then_sidecars_then_engines_and_gateway(tmp_path: Path) -> None:
     options = MeshOptions(prefill=2, decode=3, unified=1, router_port=7001, gateway_port=7002)
-    plan = plan_mesh(options, tmp_path, redis=("redis-server",), redis_url="unix:///x")
+    plan = plan_mesh(
+        options, tmp_path, free_port=itertools.count(9000).__next__, redis=("redis-server",), redis_url="unix:///x"
+    )
     names = [[spec.name for spec in stage] for stage in plan.stages]
     assert names[0] == ["redis", "router"]
     assert len(names[1]) == 6
@@ -82,7 +85,7 @@ def test_every_flag_of_the_plan_is_a_setting(tmp_path: Path) -> None:
         "kvtransfer": KvTransferSettings,
     }
     options = MeshOptions(router_port=7001, gateway_port=7002, threads=2, unified=1, settings={"decode.max_batch": "7"})
-    plan = plan_mesh(options, tmp_path, redis_url="unix:///x/redis.sock")
+    plan = plan_mesh(options, tmp_path, free_port=lambda: 9000, redis_url="unix:///x/redis.sock")
     for spec in plan.specs:
         service = spec.argv[2].removeprefix("services.")
         settings = build_settings(schemas[service], spec.argv[3:])
