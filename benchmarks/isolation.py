@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
+
 from kvmesh.cli.health import wait_serving
 from kvmesh.cli.plan import MeshOptions
 from kvmesh.cli.process import Process

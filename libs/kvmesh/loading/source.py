@@ -41,7 +41,7 @@ def _package_gguf(package: str) -> Path:
 
 
 def resolve(spec: str) -> ModelSource:
-    """`smollm2` (or the name clients see), `scripted`, a path to a .gguf, or a Hugging Face directory; else NotFound."""
+    """`smollm2` (or its name for clients), `scripted`, a .gguf file, or a Hugging Face directory; else NotFound."""
     if spec == SCRIPTED:
         return ModelSource(spec, "scripted", None, SCRIPTED)
     known = spec if spec in _PACKAGES else next((key for key, (_, name) in _PACKAGES.items() if name == spec), "")

@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from kvmesh.cli.plan import MeshOptions, MeshPlan, plan_mesh
 from kvmesh.cli.process import Process, ProcessSpec
 from kvmesh.cli.state import MeshState, read_state, remove_state, write_state

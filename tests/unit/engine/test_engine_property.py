@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from kvmesh.engine.core import Mode
 from kvmesh.engine.scripted import ScriptedModel
-
 from tests.unit.engine.world import World
 
 SCALE = max(0.1, float(os.environ.get("KVMESH_PROPERTY_STEPS", "1")))

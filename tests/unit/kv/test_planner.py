@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from kvmesh.errors import InvalidArgument, TooLarge
 from kvmesh.kv import planner
 from kvmesh.kv.layout import KvGroup, KvLayout, compatible, group_view
@@ -219,6 +220,10 @@ def test_a_plan_of_too_many_rows_is_refused_before_it_is_made():
     shards = layout(1 << 12, heads=1 << 11, tp=1 << 11)
     with pytest.raises(TooLarge, match="rows"):
         plan(shards, dataclasses.replace(shards, tp=1), range(1 << 12), range(1 << 12), group="full")
+    with pytest.raises(TooLarge, match="rows"):
+        plan(shards, shards, range(1 << 12)[::-1], range(1 << 12), group="full")
+    # One merged row a rank.
+    assert len(plan(shards, shards, range(1 << 12), range(1 << 12), group="full")) == 1 << 11
     # Counting needs no rows.
     assert expected_bytes(wide, narrow, pages, group="full").sum() == 3 * (1 << 10) * narrow.page_bytes("full")
 
