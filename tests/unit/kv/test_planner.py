@@ -198,6 +198,22 @@ def test_refused_by_name(change, words):
         plan(**arguments)
 
 
+def test_an_expectation_that_no_plan_can_meet_is_refused():
+    here = layout()
+    for pages, more, words in (
+        ([1, 1], {}, "destination page is named twice"),
+        ([1, 12], {}, "destination page 12 is not in a pool of 12"),
+        ([1], {"num_tokens": 5}, "destination list has 1 pages, 2 are needed"),
+        ([1], {"dst_start": 2}, "destination list starts at token 2, inside a page"),
+        ([1, 2], {"kept_pages": [3]}, "1 pages are kept, 2 are needed"),
+        ([1], {"group": "window"}, "no kv group 'window'"),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            expected_bytes(here, here, pages, **(ok | more))
+    with pytest.raises(InvalidArgument, match="do not match"):
+        expected_bytes(layout(heads=4), here, [1], **ok)
+
+
 def test_layouts_too_large_for_an_offset_are_refused():
     """A peer's claim: int64 would wrap into some other page."""
     huge = KvLayout(1, "fp32", 1 << 16, (KvGroup("full", "full", (0, 1, 2), 2, 1 << 16),), 1 << 31)
