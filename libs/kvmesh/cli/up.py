@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 INTERRUPTED = 130
 FLEET_TIMEOUT_S = 30.0
-_PROGRESS = re.compile(rb"progress=([0-9.]+)")
+_PROGRESS = re.compile(rb"loading: ([0-9.]+) %")
 
 
 def free_port(preferred: int) -> int:
@@ -107,7 +107,7 @@ class _Board:
                 found = _PROGRESS.findall(file.read())
         except OSError:
             return None
-        return float(found[-1]) if found else None
+        return float(found[-1]) / 100 if found else None
 
 
 async def _show(board: _Board, console: Console, done: asyncio.Event) -> None:
