@@ -185,6 +185,8 @@ async def measure(transport: str, reps: int) -> list[dict[str, float]]:
                         "gb_s": nbytes / statistics.median(times) / 1e9,
                         "floor_p50_ms": quantile(floors, 0.5) * 1e3,
                         "floor_gb_s": nbytes / statistics.median(floors) / 1e9,
+                        # Of the quickest tenth of each side: what is left when others use the cores.
+                        "quiet_ratio": quantile(floors, 0.1) / quantile(times, 0.1),
                         "ratio": statistics.median(floors) / statistics.median(times),
                         # The writer's whole process against the copying alone: steadier where cores are shared.
                         "cpu_ratio": floor_cpu / cpu,
@@ -204,7 +206,7 @@ def show(row: dict[str, float]) -> None:
     print(
         f"{row['transport']} {row['bytes'] / 2**20:8.3f} MiB  p50 {row['p50_ms']:8.3f} ms  p99 {row['p99_ms']:8.3f} ms"
         f"  {row['gb_s']:6.2f} GB/s  floor {row['floor_gb_s']:6.2f} GB/s  ratio {row['ratio']:.2f}"
-        f"  (by CPU time of the writer {row['cpu_ratio']:.2f})",
+        f"  (quickest tenth {row['quiet_ratio']:.2f}, by CPU time of the writer {row['cpu_ratio']:.2f})",
         flush=True,
     )
 
@@ -216,6 +218,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file for the raw results, JSON")
     args = parser.parse_args()
     rows: list[dict[str, float]] = []
+    load = [os.getloadavg()[0]]
     for transport in ("shm", "tcp") if args.transport == "all" else (args.transport,):
         rows += asyncio.run(measure(transport, args.reps))
     for row in rows:
@@ -223,10 +226,19 @@ def main() -> int:
             goal = (
                 f", goal {GOAL:.2f}: {'met' if row['ratio'] >= GOAL else 'MISSED'}" if row["transport"] == "shm" else ""
             )
-            print(f"{row['transport']} at 64 MiB: ratio {row['ratio']:.2f} of the floor{goal}")
+            print(
+                f"{row['transport']} at 64 MiB: ratio {row['ratio']:.2f} of the floor"
+                f" (quickest tenth {row['quiet_ratio']:.2f}){goal}"
+            )
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        machine = {"cores": os.cpu_count(), "machine": platform.machine(), "kernel": platform.release()}
+        load.append(os.getloadavg()[0])
+        machine = {
+            "load_before_and_after": load,
+            "cores": os.cpu_count(),
+            "machine": platform.machine(),
+            "kernel": platform.release(),
+        }
         args.out.write_text(json.dumps({"command": sys.argv, "machine": machine, "rows": rows}, indent=1) + "\n")
     return 0
 

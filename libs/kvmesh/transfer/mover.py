@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # What one link moves before the others, and commands, have their turn.
-TURN_BYTES = 4 << 20
+TURN_BYTES = 8 << 20
 CALL_TIMEOUT_S = 30.0
 
 

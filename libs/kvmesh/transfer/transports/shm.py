@@ -17,7 +17,7 @@ import secrets
 import select
 import socket
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from operator import add
 from pathlib import Path
@@ -89,6 +89,9 @@ class ShmOutbound(Outbound):
         self._dst = [(address_of(region), region.nbytes) for region in target]
         self._queue: deque[Write] = deque()
         self._next_run = 0
+        # By immediate: writes in the queue, and what has landed without being told yet.
+        self._queued: Counter[int] = Counter()
+        self._landed: dict[int, tuple[int, list[Completion]]] = {}
         self._untold: deque[tuple[bytes, list[Completion]]] = deque()
         self._completions: list[Completion] = []
         self._broken = ""
@@ -99,26 +102,28 @@ class ShmOutbound(Outbound):
             self._completions.append(Completion(write.context, 0, self._broken))
         else:
             self._queue.append(write)
+            self._queued[write.immediate] += 1
 
     def poll(self, budget: int) -> list[Completion]:
         self._look()
-        if not (self._queue or self._untold or self._completions):
-            return []
-        told: dict[int, tuple[int, list[Completion]]] = {}
         while self._queue and budget > 0 and not self._broken:
             write = self._queue[0]
-            first = self._next_run
-            self._next_run, moved = self.copy(write, first, budget)
-            budget -= max(moved, 1)
-            nbytes, done = told.get(write.immediate, (0, []))
+            self._next_run, moved = self.copy(write, self._next_run, budget)
+            budget -= moved
+            nbytes, done = self._landed.get(write.immediate, (0, []))
+            self._landed[write.immediate] = (nbytes + moved, done)
             if self._next_run == len(write.length):
-                self._queue.popleft()
                 self._next_run = 0
+                self._queue.popleft()
+                self._queued[write.immediate] -= 1
                 done.append(Completion(write.context, write.nbytes))
-            told[write.immediate] = (nbytes + moved, done)
-        for immediate, (nbytes, done) in told.items():
+        # A count in the middle of a burst would only wake the receiver, on a core that the copies want.
+        for immediate in [x for x in self._landed if not self._queued[x]]:
+            nbytes, done = self._landed.pop(immediate)
+            del self._queued[immediate]
             self._untold.append((RECORD.pack(immediate, KIND_BYTES, nbytes), done))
-        self._send()
+        if self._untold:
+            self._send()
         completions, self._completions = self._completions, []
         return completions
 
@@ -158,9 +163,12 @@ class ShmOutbound(Outbound):
         for position, write in enumerate(self._queue):
             if write.immediate == immediate and not (position == 0 and self._next_run):
                 self._completions.append(Completion(write.context, 0, "flushed"))
+                self._queued[immediate] -= 1
             else:
                 kept.append(write)
         self._queue = kept
+        if not self._queued[immediate] and immediate not in self._landed:
+            del self._queued[immediate]
 
     def fence(self, reason: str) -> None:
         if not self._broken:
@@ -168,10 +176,12 @@ class ShmOutbound(Outbound):
         for write in self._queue:
             self._completions.append(Completion(write.context, 0, self._broken))
         self._queue.clear()
+        self._queued.clear()
         self._next_run = 0
-        for _, done in self._untold:
+        for _, done in [*self._landed.values(), *self._untold]:
             # Landed, but the receiver will not know: to the transfer that is a failure.
             self._completions.extend(Completion(item.context, 0, self._broken) for item in done)
+        self._landed.clear()
         self._untold.clear()
 
     def close(self) -> None:
@@ -188,7 +198,7 @@ class ShmOutbound(Outbound):
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue) or bool(self._completions)
+        return bool(self._queue) or bool(self._landed) or bool(self._completions)
 
     @property
     def broken(self) -> str:
