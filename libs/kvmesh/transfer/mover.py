@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvmesh.errors import DataLoss, Internal, KvmeshError
+from kvmesh.errors import DataLoss, Internal, KvmeshError, Unavailable
 from kvmesh.transfer.poller import Poller, sharpen_timers
 from kvmesh.transfer.sends import Send, SendEvent, SendTable
 from kvmesh.transfer.transports.base import Outbound
@@ -141,6 +141,9 @@ class Mover:
         def start() -> None:
             if self._table is None:
                 raise Internal("no engine is registered")
+            if send.outbound not in self._links:
+                # Nobody would ever collect its completions.
+                raise Unavailable("the link is gone")
             self._table.start(send, ready_pages)
 
         await self.call(start)

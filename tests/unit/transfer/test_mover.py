@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvmesh.errors import Unavailable
 from kvmesh.kv.region import Region
 from kvmesh.kv.ring import Doorbell, StepEntry, StepRecord, StepRing
 from kvmesh.transfer.mover import Mover
@@ -142,3 +143,12 @@ async def test_what_a_command_raises_comes_back(rig: Rig) -> None:
     with pytest.raises(ZeroDivisionError):
         await rig.mover.call(lambda: 1 // 0)
     assert await rig.mover.call(lambda: 7) == 7
+
+
+async def test_no_transfer_starts_on_a_link_that_is_gone(rig: Rig) -> None:
+    gone = Instant()
+    await rig.mover.add_link(gone)
+    await rig.mover.remove_link(gone, "over")
+    with pytest.raises(Unavailable, match="the link is gone"):
+        await rig.mover.start_send(make(gone, [1], [2]), 1)
+    assert len(rig.table) == 0

@@ -29,7 +29,7 @@ from kvmesh.transfer.descriptor import (
 )
 from kvmesh.transfer.immediate import GENERATIONS, pack
 from kvmesh.transfer.sends import Send, SendDone, SendEvent, SendTable
-from kvmesh.transfer.sidecar.outgoing import OutTransfer
+from kvmesh.transfer.sidecar.outlink import OutTransfer
 from kvmesh.transfer.slots import AskDrain, Completed, Drained, Event, Failed, Slot, SlotState, SlotTable
 from kvmesh.transfer.transports.base import EngineMemory, GrantedPages
 from kvmesh.transfer.wire import FrameSocket
