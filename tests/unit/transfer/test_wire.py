@@ -153,6 +153,18 @@ async def test_a_cut_frame_is_data_loss() -> None:
     assert len(end.bodies) == 1
 
 
+async def test_last_words_are_read_though_a_write_finds_the_end_first() -> None:
+    a, b = pair()
+    end = End(b)
+    for text in ("the last but one", "the last"):
+        a.sendall(pack_frame(message(text)))
+    a.close()
+    # Before the loop has looked at the socket: this is what finds the peer gone.
+    end.frames.send(message("to nobody"))
+    await end.end()
+    assert end.bodies == [message(text).SerializeToString() for text in ("the last but one", "the last")]
+
+
 async def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_BACKLOG_BYTES", 1 << 20)
     a, b = pair()
