@@ -212,6 +212,10 @@ class SendTable:
         posted = False
         while self._records:
             record = self._records[0]
+            if not any(claim.send.state is SendState.RUNNING for claim in record.claims):
+                # Nobody waits for its layers: a step that failed may never ring them.
+                self._records.popleft()
+                continue
             reached = min(record.num_layers, doorbell - record.first_value + 1)
             for layer in range(record.next_layer, reached):
                 group, index = self._places[layer]

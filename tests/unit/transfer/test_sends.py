@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import InvalidArgument
@@ -126,6 +126,8 @@ def test_ready_pages_leave_at_once_in_all_layers() -> None:
     assert send.written == send.expected
 
 
+# No deadline: the first call of all loads what planning needs.
+@settings(deadline=None)
 @given(
     cuts=st.lists(st.integers(1, 7), unique=True, max_size=6),
     ready=st.integers(0, 3),
@@ -276,3 +278,20 @@ def test_long_writes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(placed)) == len(placed) == send.runs == 7 * 4
     finish(table, out)
     assert [type(event) for event in table.events()] == [SendDone]
+
+
+def test_a_record_that_nobody_waits_for_is_forgotten() -> None:
+    """A failed step never rings its layers: a watcher that waited for them would look for them for ever."""
+    outbound = Recorder()
+    table = SendTable(LAYOUT)
+    table.start(make(outbound, [1, 2], [3, 4]), 0)
+    table.start(make(outbound, [5], [6], transfer_id=2), 0)
+    table.record(StepRecord(1, 4, (StepEntry(1, 0, 1),)))
+    table.record(StepRecord(5, 4, (StepEntry(1, 1, 1), StepEntry(2, 0, 1))))
+    table.stop(1, "given up")
+    table.advance(0)
+    assert table.awaiting_doorbell == 5
+    table.stop(2, "given up")
+    table.advance(0)
+    assert table.awaiting_doorbell is None
+    assert not outbound.writes
