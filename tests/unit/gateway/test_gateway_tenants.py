@@ -15,6 +15,7 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.credentials import hash_key
 from kvmesh.rpc.status import from_rpc_error
+from services.gateway.job import inner_salt
 
 TOKEN = "mesh-token-for-tests"
 
@@ -100,6 +101,39 @@ async def test_a_tenants_limits_hold_and_are_given_back(world: World, secured: A
     error = await end_of(world.chat(metadata=key, sampling={"max_tokens": 21}))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert world.gateway.registry.held("a") == 0
+
+
+async def test_tenants_share_no_prefix_cache(world: World, secured: Any) -> None:
+    """A worker keys prefixes by salt alone, so the same prompt of two tenants must not carry the same one."""
+    secured["credentials_file"].write_text(CREDENTIALS.replace('models = ["other"]', ""))
+    worker = await world.worker()
+    router = await world.router()
+    await world.start(**secured)
+    for key in ("key-a", "key-b", "key-a"):
+        await world.ask("the same prompt", metadata=bearer(key))
+    a, b, again = [request.cache_salt for request in worker.submits.items]
+    assert a == again
+    assert a != b
+    assert [request.cache_salt for request in router.routes.items] == [a, b, a]
+    # Nor can a tenant reach another's by choosing the salt that stands for it.
+    await world.ask("the same prompt", metadata=bearer("key-b"), cache_salt=a)
+    assert worker.submits.items[-1].cache_salt not in (a, b)
+
+
+def test_inner_salts_are_apart_and_short_enough() -> None:
+    pairs = [
+        ("local", ""),
+        ("local", "a"),
+        ("a", ""),
+        ("a", "b"),
+        ("ab", ""),
+        ("a", "b" * 128),
+        ("local", inner_salt("a", "")),
+    ]
+    salts = [inner_salt(*pair) for pair in pairs]
+    assert len(set(salts)) == len(pairs)
+    assert salts[0] == ""
+    assert all(len(salt.encode()) <= 128 for salt in salts)
 
 
 async def test_ids_belong_to_tenants(world: World, secured: Any, tmp_path: Path) -> None:
@@ -190,7 +224,7 @@ async def test_what_the_cache_key_is_made_of(world: World, secured: Any) -> None
     assert not first.sampling.HasField("max_tokens")
     assert first.sampling.top_p == 1.0
     assert first.messages[0].content == "x"
-    assert (first.cache, first.tau, first.cache_salt) == (pb.CACHE_MODE_EXACT, 0.5, "salt")
+    assert (first.cache, first.tau, first.cache_salt) == (pb.CACHE_MODE_EXACT, 0.5, inner_salt("a", "salt"))
     assert (second.sampling.seed, second.sampling.max_tokens) == (7, 5)
     # Remembered answers hold no log-probabilities.
     assert second.cache == pb.CACHE_MODE_OFF
