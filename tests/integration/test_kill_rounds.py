@@ -33,8 +33,11 @@ SERVING = {
 
 @dataclass
 class Load:
-    """Clients that ask without a pause. `ended` holds (started, succeeded, why) of the latest requests, `moved` when the
-    latest one whose pages came from prefill was sent."""
+    """Clients that ask without a pause.
+
+    `ended`: (started, succeeded, why) of the latest requests. `moved`: when the latest one with pages from prefill was
+    sent.
+    """
 
     mesh: Mesh
     ended: deque[tuple[float, bool, str]] = field(default_factory=lambda: deque(maxlen=4096))
