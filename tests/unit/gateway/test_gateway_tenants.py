@@ -10,11 +10,14 @@ import grpc
 import pytest
 
 from gateway_world import World, end_of, kinds, next_event, rest, text_of
-from kvmesh.config import ServiceSettings
+from kvmesh.config import GatewaySettings, ServiceSettings
+from kvmesh.errors import FailedPrecondition
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
+from kvmesh.rpc import BackgroundTasks, RpcServer, ServiceContext
 from kvmesh.rpc.credentials import hash_key
 from kvmesh.rpc.status import from_rpc_error
+from services.gateway.app import Gateway
 from services.gateway.job import inner_salt
 
 TOKEN = "mesh-token-for-tests"
@@ -71,6 +74,18 @@ async def test_the_tenant_comes_from_the_key_and_travels_inside(world: World, se
     for call in (world.stub.ListModels(pb.ListModelsRequest()), world.stub.Abort(pb.AbortRequest(request_id="x"))):
         with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
             await call
+
+
+async def test_tenants_without_proof_of_the_gateway_do_not_start(secured: Any, monkeypatch: Any) -> None:
+    """Every tenant would be refused by the workers, each request with a status that blames its key."""
+    monkeypatch.delenv("KVMESH_MESH_TOKEN_FILE")
+    config = GatewaySettings(**secured)
+    server = RpcServer(config)
+    try:
+        with pytest.raises(FailedPrecondition, match="mesh_token_file"):
+            Gateway(ServiceContext(config, server, server.auth, BackgroundTasks()))
+    finally:
+        await server.close()
 
 
 async def test_rights_to_models(world: World, secured: Any) -> None:
