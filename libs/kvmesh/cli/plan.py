@@ -8,9 +8,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvmesh.cli.process import ProcessSpec
+from kvmesh.config import (
+    DecodeSettings,
+    GatewaySettings,
+    KvTransferSettings,
+    PrefillSettings,
+    RouterSettings,
+    ServiceSettings,
+)
 
 MODEL_LOAD_TIMEOUT_S = 180.0
 ENGINE_HEALTH = "kvmesh.v1.Engine"
+# Well below the 20 s after which a child is killed: what runs at Ctrl-C must get its terminal event before that.
+DRAIN_TIMEOUT_S = 5
+_SCHEMAS: dict[str, type[ServiceSettings]] = {
+    "gateway": GatewaySettings,
+    "router": RouterSettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+    "kvtransfer": KvTransferSettings,
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,17 @@ class MeshPlan:
         return tuple(spec for stage in self.stages for spec in stage)
 
 
+def unknown_setting(key: str) -> str:
+    """What is wrong with `service.setting` as a name, "" when there is such a setting."""
+    service, _, name = key.partition(".")
+    schema = _SCHEMAS.get(service)
+    if schema is None:
+        return f"there is no service {service!r}; known: {', '.join(_SCHEMAS)}"
+    if name.partition(".")[0].replace("-", "_") not in schema.model_fields:
+        return f"{service} has no setting {name!r}; python -m services.{service} --help lists them"
+    return ""
+
+
 def _flag(name: str, value: object) -> str:
     """Settings of type bool are flags without a value: --name or --no-name."""
     switch = {"true": f"--{name}", "false": f"--no-{name}"}
@@ -83,6 +111,7 @@ def plan_mesh(
             "metrics_listen": "127.0.0.1:0",
             "mesh_token_file": run_dir / "mesh.token",
             "log_level": options.log_level,
+            "drain_timeout_s": DRAIN_TIMEOUT_S,
             **values,
         }
         if options.otlp_endpoint:
@@ -90,7 +119,7 @@ def plan_mesh(
         for key, value in options.settings.items():
             scope, _, setting = key.partition(".")
             if scope == service:
-                given[setting] = value
+                given[setting.replace("-", "_")] = value
         argv = [sys.executable, "-m", f"services.{service}"]
         argv += [_flag(key.replace("_", "-"), value) for key, value in given.items() if value not in ("", None)]
         return tuple(argv)
