@@ -176,7 +176,9 @@ class EngineServer:
                 regions.append(Region.adopt(fds.pop(2), info.nbytes, info.group))
                 opened.append(regions[-1])
             os.set_blocking(fds[1], False)
-            watcher = RingWatcher(ring, doorbell, os.dup(fds[1]))
+            watcher = RingWatcher(ring, doorbell, fds[1])
+            # Its own from here on.
+            fds.pop(1)
         except BaseException:
             for region in opened:
                 region.close()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from opentelemetry.trace import Span
 
-from kvmesh.errors import InvalidArgument, KvmeshError, Unavailable
+from kvmesh.errors import DataLoss, Internal, InvalidArgument, KvmeshError, Unavailable
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import BackgroundTasks
 from kvmesh.telemetry import metrics, names, tracing
@@ -35,6 +35,7 @@ from kvmesh.transfer.transports.base import EngineMemory, GrantedPages
 from kvmesh.transfer.wire import FrameSocket
 
 if TYPE_CHECKING:
+    from kvmesh.transfer.sidecar.incoming import InLink
     from kvmesh.transfer.sidecar.sidecar import Sidecar
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 WRITER_TOLD_TIMEOUT_S = 5.0
 MAX_TTL_MS = 24 * 3600 * 1000
 MAX_STARTING = 1024
+# A write that has begun runs to its end before a writer says Drained: longer than any takes.
+DRAIN_LEASES = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -172,6 +175,10 @@ class EngineSession:
                 self._tell_end(transfer, transfer.ended)
         except KvmeshError as error:
             self._refuse(call_id, error)
+        except Exception as error:
+            # The engine keeps its pages until it has an answer.
+            log.exception("a transfer could not be started")
+            self._refuse(call_id, Internal(f"{type(error).__name__}: {error}"))
         finally:
             self._starting -= 1
 
@@ -179,6 +186,9 @@ class EngineSession:
         descriptor = request.descriptor
         if self.sidecar.draining or self.ending:
             raise Unavailable("this sidecar is shutting down")
+        if self.sidecar.fault:
+            # Nothing would ever be heard of its pages.
+            raise DataLoss(self.sidecar.fault)
         check_descriptor(descriptor)
         layout = self.memory.layout
         target = layout_from_proto(descriptor.layout)
@@ -246,6 +256,8 @@ class EngineSession:
                 if link is not None:
                     abort = pb.AbortSlot(slot=slot.slot, generation=slot.generation, reason=slot.reason[:500])
                     link.outbox.put(pb.PeerResponse(abort=abort))
+                    wait_s = DRAIN_LEASES * self.sidecar.options.lease_s
+                    asyncio.get_running_loop().call_later(wait_s, self._undrained, slot, link, wait_s)
                 continue
             if link is not None and link.inbound is not None:
                 link.inbound.revoke(slot.immediate)
@@ -259,6 +271,12 @@ class EngineSession:
         if events:
             metrics.gauge(names.TRANSFER_SLOTS).labels("open").set(len(self.slots))
             self._schedule_expiry()
+
+    def _undrained(self, slot: Slot, link: InLink, wait_s: float) -> None:
+        """A writer that lives and does not answer an abort is as good as lost: its link ends, and the fence decides."""
+        if self.slots.get(slot.slot, slot.generation) is slot and link.state == "up":
+            log.error("slot %d generation %d was not drained in %g s", slot.slot, slot.generation, wait_s)
+            link.end(f"no answer to an abort within {wait_s:g} s")
 
     def _complete(self, slot: Slot, transport: str, elapsed_s: float) -> None:
         self.tell(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvmesh.errors import (
@@ -31,6 +33,16 @@ NOTICE_BACKOFF_S = (0.1, 10.0)
 NOTICE_LIMIT_S = 86_400.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Notice:
+    """That a link's memory is let go of. `address`: where its destination was."""
+
+    message: pb.Unmapped
+    address: str
+    engine_id: str
+    incarnation: int
+
+
 class OutgoingLinks:
     """All destinations of the present engine."""
 
@@ -41,7 +53,7 @@ class OutgoingLinks:
         self._tasks = BackgroundTasks()
         self._notices = BackgroundTasks()
         self._running: dict[OutLink, asyncio.Task[None]] = {}
-        self._untold: dict[int, OutLink] = {}
+        self._untold: dict[int, _Notice] = {}
 
     async def link(self, session: EngineSession, descriptor: pb.Descriptor) -> OutLink:
         """The link that reaches this descriptor's destination, opened where there is none. Raises KvmeshError."""
@@ -160,38 +172,43 @@ class OutgoingLinks:
     def tell_unmapped(self, link: OutLink) -> None:
         """Tell whoever serves that engine now that its memory is let go of, until somebody has heard it."""
         if link.link_id and link.transport != "tcp":
-            self._untold[link.link_id] = link
-            self._notices.spawn(self._tell(link), name="notice", essential=False)
+            memory = link.session.memory
+            notice = _Notice(link.notice(), link.key[3], memory.engine_id, memory.incarnation)
+            self._untold[link.link_id] = notice
+            self._notices.spawn(self._tell(notice), name="notice", essential=False)
 
     def untold(self, engine_id: str, incarnation: int) -> list[pb.Unmapped]:
         """Notices for an engine that nobody has taken yet. A new link to it carries them: its sidecar may have another
-        address by now."""
-        links = [x for x in self._untold.values() if (x.engine_id, x.incarnation) == (engine_id, incarnation)]
-        for link in links:
-            del self._untold[link.link_id]
-        return [link.notice() for link in links]
+        address by now. They stay until `heard`."""
+        messages = [notice.message for notice in self._untold.values()]
+        return [x for x in messages if (x.engine_id, x.incarnation) == (engine_id, incarnation)]
 
-    async def _tell(self, link: OutLink) -> None:
+    def heard(self, notices: Iterable[pb.Unmapped]) -> None:
+        """The destination has read them."""
+        for notice in notices:
+            self._untold.pop(notice.link_id, None)
+
+    async def _tell(self, notice: _Notice) -> None:
         low, high = NOTICE_BACKOFF_S
         until = time.monotonic() + NOTICE_LIMIT_S
-        memory = link.session.memory
+        link_id, engine_id = notice.message.link_id, notice.message.engine_id
         hello = pb.PeerHello(
             protocol=PROTOCOL,
-            engine_id=memory.engine_id,
-            incarnation=memory.incarnation,
+            engine_id=notice.engine_id,
+            incarnation=notice.incarnation,
             sidecar_id=self.sidecar.options.sidecar_id,
             sidecar_incarnation=self.sidecar.incarnation,
-            destination_engine_id=link.engine_id,
-            destination_incarnation=link.incarnation,
+            destination_engine_id=engine_id,
+            destination_incarnation=notice.message.incarnation,
         )
-        while time.monotonic() < until and link.link_id in self._untold:
-            channel = self.sidecar.options.open_channel(link.key[3])
+        while time.monotonic() < until and link_id in self._untold:
+            channel = self.sidecar.options.open_channel(notice.address)
             call = open_peer(channel, self.sidecar.options.connect_timeout_s)
             try:
                 with raising():
                     await call.write(pb.PeerRequest(hello=hello))
                     if await anext(aiter(call), None) is not None:
-                        await call.write(pb.PeerRequest(unmapped=link.notice()))
+                        await call.write(pb.PeerRequest(unmapped=notice.message))
                         await call.done_writing()
                         if await anext(aiter(call), None) is None:
                             break
@@ -199,16 +216,16 @@ class OutgoingLinks:
                 # Another engine, or another life of it: that memory is gone with its owner.
                 break
             except (KvmeshError, asyncio.InvalidStateError) as error:
-                log.debug("unmapped notice to %s: %s", link.engine_id, short(error))
+                log.debug("unmapped notice to %s: %s", engine_id, short(error))
             finally:
                 call.cancel()
                 await channel.close()
             await asyncio.sleep(low)
             low = min(low * 2, high)
         else:
-            if link.link_id in self._untold:
-                log.warning("nobody took the unmapped notice for %s", link.engine_id)
-        self._untold.pop(link.link_id, None)
+            if link_id in self._untold:
+                log.warning("nobody took the unmapped notice for %s", engine_id)
+        self._untold.pop(link_id, None)
 
     async def end_all(self, session: EngineSession, reason: str, timeout_s: float) -> None:
         """Stop everything of an engine, let go of all peers' memory, end the links."""

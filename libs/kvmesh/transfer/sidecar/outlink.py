@@ -89,6 +89,7 @@ class OutLink:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outbox: Outbox[pb.PeerRequest] | None = None
         self._binds: dict[int, asyncio.Future[None]] = {}
+        self._carried: list[pb.Unmapped] = []
         self._ended = asyncio.Event()
         self._end_reason = ""
         self._finish = False
@@ -164,9 +165,13 @@ class OutLink:
                 except KvmeshError as error:
                     log.warning("link to %s: %s cannot be opened: %s", self.engine_id, reply.transport, error.message)
                     failed.append(pb.TransportOffer(name=reply.transport, reason=error.message[:200]))
-                    await call.write(pb.PeerRequest(unmapped=self.notice()))
-                    await call.done_writing()
+                    # Not on this stream: it may be broken, and ending it may overtake what was written last.
+                    self.owner.tell_unmapped(self)
                     return False
+                except BaseException:
+                    # The destination may have passed its memory on to us already.
+                    self.owner.tell_unmapped(self)
+                    raise
                 await self._serve(call)
                 return True
         finally:
@@ -227,7 +232,8 @@ class OutLink:
         self.state = "up"
         metrics.gauge(names.TRANSFER_PEERS).labels(self.transport).inc()
         log.info("link %x: writes to %s by %s (%s)", self.link_id, self.engine_id, self.transport, self.reason)
-        for notice in self.owner.untold(self.engine_id, self.incarnation):
+        self._carried = self.owner.untold(self.engine_id, self.incarnation)
+        for notice in self._carried:
             self._outbox.put(pb.PeerRequest(unmapped=notice))
         if not self.ready.done():
             self.ready.set_result(None)
@@ -276,6 +282,9 @@ class OutLink:
         while (message := await next_message(stream, lease_s, self.engine_id)) is not None:
             kind = message.WhichOneof("body")
             if kind == "bind":
+                # Answered in order: what was sent before the bind has been read.
+                self.owner.heard(self._carried)
+                self._carried = []
                 future = self._binds.pop(pack(message.bind.slot, message.bind.generation), None)
                 if future is not None and not future.done():
                     if message.bind.ok:

@@ -45,7 +45,8 @@ class Sidecar:
         self.outgoing = OutgoingLinks(self)
         self._server = EngineServer(self)
         self._on_engine = on_engine
-        self._fault = ""
+        # Why the present engine's ring cannot be read any more.
+        self.fault = ""
 
     async def start(self) -> None:
         """Start transports and the mover. Raises FailedPrecondition where no transport can be used."""
@@ -68,7 +69,7 @@ class Sidecar:
     def engine_joined(self, session: EngineSession) -> None:
         """An engine has registered."""
         self.session = session
-        self._fault = ""
+        self.fault = ""
         self.vacant.clear()
         self._on_engine(True)
 
@@ -94,7 +95,7 @@ class Sidecar:
 
     def _on_engine_fault(self, reason: str) -> None:
         log.error("the engine's ring cannot be read any more: %s", reason)
-        self._fault = reason
+        self.fault = reason
         self._on_engine(False)
 
     # --- status and end ------------------------------------------------------------------------------------------
