@@ -11,6 +11,7 @@ import torch
 
 from kvmesh.engine.torch_runner import TorchRunner
 from kvmesh.errors import InvalidArgument
+from kvmesh.layers.native import build
 from kvmesh.layers.native.build import NativeUnavailable, load_library, status
 from kvmesh.layers.native.structs import PackedLinear
 from model_harness import Bench
@@ -131,3 +132,26 @@ def test_no_kernels_means_torch_and_says_why(tmp_path: Path, monkeypatch: pytest
     open_cache.chmod(0o777)
     monkeypatch.setenv("KVMESH_CACHE", str(tmp_path / "open"))
     assert "writable by others" in status()
+
+
+@pytest.mark.usefixtures("_fresh_library")
+def test_a_damaged_library_in_the_cache_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMESH_CACHE", str(tmp_path))
+    library = build._compile()
+    whole = library.stat().st_size
+    load_library.cache_clear()
+    library.write_bytes(b"")
+    assert status() == "native"
+    assert library.stat().st_size == whole
+    assert [path.name for path in library.parent.iterdir()] == [library.name]
+
+
+@pytest.mark.usefixtures("_fresh_library")
+def test_no_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    for name in ("KVMESH_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert "home directory" in status()
