@@ -32,6 +32,7 @@ from kvmesh.cli.supervisor import StartFailed, Supervisor
 T = TypeVar("T")
 
 INTERRUPTED = 130
+RUN_PREFIX = "kvmesh-"
 FLEET_TIMEOUT_S = 30.0
 _PROGRESS = re.compile(rb"loading: ([0-9.]+) %")
 
@@ -68,12 +69,26 @@ def embedded_redis(run_dir: Path) -> tuple[tuple[str, ...], str]:
 @contextlib.contextmanager
 def _run_dir(keep: bool) -> Iterator[Path]:
     """A private folder with a short path: Unix socket paths may have at most 107 bytes."""
-    path = Path(tempfile.mkdtemp(prefix="kvmesh-"))
+    _sweep(Path(tempfile.gettempdir()))
+    path = Path(tempfile.mkdtemp(prefix=RUN_PREFIX))
+    (path / "pid").write_text(str(os.getpid()))
     try:
         yield path
     finally:
-        if not keep:
+        if keep:
+            # Kept on purpose: without its pid no later start takes it for the rest of a killed one.
+            (path / "pid").unlink(missing_ok=True)
+        else:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed `kvmesh up` of this user left behind: its folder holds sockets, logs and a mesh token."""
+    for path in folder.glob(f"{RUN_PREFIX}*"):
+        with contextlib.suppress(OSError, ValueError):
+            pid = int((path / "pid").read_text())
+            if path.stat().st_uid == os.getuid() and not path.is_symlink() and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(path, ignore_errors=True)
 
 
 class _Board:

@@ -44,6 +44,8 @@ class Client:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._timeout_s = timeout_s
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise InvalidArgument("the API key has characters that no key has (a line break, perhaps)")
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._channel: MeshChannel = open_channel(
             address, tls=tls, server_name=server_name, default_timeout_s=UNARY_TIMEOUT_S

@@ -20,7 +20,7 @@ from kvmesh.cli.plan import MeshOptions, MeshPlan, plan_mesh, unknown_setting
 from kvmesh.cli.process import Process, ProcessSpec
 from kvmesh.cli.state import MeshState, read_state, remove_state, write_state
 from kvmesh.cli.supervisor import StartFailed, Supervisor
-from kvmesh.cli.up import free_port
+from kvmesh.cli.up import _sweep, free_port
 from kvmesh.rpc.credentials import Credentials
 
 # A stand-in service: writes its ready file, serves grpc.health.v1, ends on SIGTERM.
@@ -243,3 +243,15 @@ def test_status_with_an_unusable_token_file_says_so(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["status", "--router=127.0.0.1:1", f"--token-file={file}"])
         assert result.exit_code == 2
         assert "mesh token" in result.output
+
+
+def test_the_folder_of_a_killed_mesh_is_swept_and_others_are_not(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for name, pid in (("kvmesh-dead", dead.pid), ("kvmesh-alive", os.getpid()), ("other-dead", dead.pid)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pid").write_text(str(pid))
+        (tmp_path / name / "mesh.token").write_text("secret")
+    (tmp_path / "kvmesh-kept").mkdir()
+    _sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kvmesh-alive", "kvmesh-kept", "other-dead"]

@@ -162,3 +162,9 @@ async def test_one_trace_from_the_client_to_the_worker(world: World) -> None:
     assert attributes["gen_ai.usage.output_tokens"] == 6
     assert attributes["gen_ai.response.finish_reasons"] == ("stop",)
     assert attributes["kvmesh.request.id"] == "traced"
+
+
+@pytest.mark.parametrize("key", ["kvm-abc\n", "kvm-ä", "kvm-\x00"])
+async def test_a_key_that_cannot_be_one_is_refused_by_name(key: str) -> None:
+    with pytest.raises(InvalidArgument, match="API key"):
+        Client("127.0.0.1:1", api_key=key)
