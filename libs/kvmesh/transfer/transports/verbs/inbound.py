@@ -34,6 +34,7 @@ class VerbsInbound(Inbound):
         self._arrivals: list[Arrival] = []
         self._credits = [ReceiveCredits(options.receives) for _ in range(options.qps)]
         self._sequence = 0
+        self._fault = ""
         self._ended = ""
         self._open = True
         self._reading = False
@@ -153,16 +154,21 @@ class VerbsInbound(Inbound):
         while True:
             found = self.queue.poll(POLL_BATCH)
             for done in found:
-                self._completed(done)
+                if not done.status:
+                    self._completed(done)
+                elif not self._fault:
+                    self._fault = f"queue pair {done.qp} failed with status {done.status}"
             any_found |= bool(found)
-            if found:
+            if found and not self._fault:
                 self._give_back()
             if len(found) < POLL_BATCH:
-                return any_found
+                break
+        if self._fault:
+            # Only now: what has landed on other queue pairs counts.
+            raise Unavailable(self._fault)
+        return any_found
 
     def _completed(self, done: Done) -> None:
-        if done.status:
-            raise Unavailable(f"queue pair {done.qp} failed with status {done.status}")
         if done.kind == KIND_WORD:
             self._credits[done.qp].told()
         elif done.kind == KIND_RECEIVE:
@@ -191,7 +197,11 @@ class VerbsInbound(Inbound):
             if not self._open or self.queue is None:
                 return 0
             try:
-                return sum(done.kind == KIND_RECEIVE for done in self.queue.poll(POLL_BATCH))
+                found = self.queue.poll(POLL_BATCH)
+                for done in found:
+                    if not done.status:
+                        self._completed(done)
+                return sum(done.kind == KIND_RECEIVE for done in found)
             except (KvmeshError, self._device.api.error):
                 return 0
 
