@@ -61,7 +61,8 @@ class _Served:
         self.inbounds[link] = inbound
 
     def ready(self, link: int) -> None:
-        for arrival in self.inbounds[link].poll():
+        inbound = self.inbounds.get(link)
+        for arrival in inbound.poll() if inbound is not None else ():
             self.received[arrival.immediate] = self.received.get(arrival.immediate, 0) + arrival.nbytes
             self.arrivals += 1
         self.changed.set()
@@ -102,11 +103,17 @@ class _Served:
             imm = request["immediate"]
             ok = await self.until(lambda: self.received.get(imm, 0) >= request["bytes"])
             return {"ok": ok, "bytes": self.received.get(imm, 0), "arrivals": self.arrivals}
+        if do == "totals":
+            ok = await self.until(lambda: sum(self.received.values()) >= request["bytes"])
+            text = json.dumps(sorted(self.received.items()))
+            self.received.clear()
+            return {"ok": ok, "digest": hashlib.sha256(text.encode()).hexdigest(), "arrivals": self.arrivals}
         if do == "ended":
             await self.until(lambda: link in self.ended)
             return {"reason": self.ended.get(link, "")}
         if do == "fence":
             await self.inbounds.pop(link).fence()
+            self.received.clear()
             return {}
         if do == "fill":
             self.memory.regions[0].view()[:] = request["byte"]

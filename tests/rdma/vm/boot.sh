@@ -95,7 +95,7 @@ timeout --foreground "$limit" qemu-system-x86_64 \
     -kernel "$cache/vmlinux" -initrd "$work/initrd" \
     -append "console=ttyS0 quiet panic=-1 mitigations=off nokaslr tsc=reliable random.trust_cpu=on" \
     -fsdev local,id=host,path=/,security_model=none,readonly=on,multidevs=remap -device virtio-9p-pci,fsdev=host,mount_tag=host \
-    -serial stdio </dev/null | tr -d '\r' | tee "$work/log" || status=$?
+    -serial stdio </dev/null | stdbuf -oL tr -d "\r" | tee "$work/log" || status=$?
 result=$(sed -n 's/^KVMESH-VM-EXIT \([0-9]*\)$/\1/p' "$work/log" | tail -1)
 if [ -z "$result" ]; then
     echo "test-rdma: the VM ended without a result (status $status; 124 is the limit of $limit s)" >&2

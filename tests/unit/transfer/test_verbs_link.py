@@ -362,6 +362,9 @@ def test_memory_is_registered_once_and_dmabufs_by_offset() -> None:
     assert device.registered == 1
     buffer = device.register_dmabuf(9, 1 << 20)
     assert (buffer.address, buffer.nbytes) == (0, 1 << 20)
+    part = device.register_dmabuf(9, 4096, offset=1 << 16)
+    assert part.address == 1 << 16
+    device.release(part)
     device.release(first)
     assert device.registered == 2
     device.release(first)

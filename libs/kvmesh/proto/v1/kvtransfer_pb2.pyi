@@ -1187,7 +1187,7 @@ class RemoteMemory(_message.Message):
     NBYTES_FIELD_NUMBER: _builtins.int
     RKEY_FIELD_NUMBER: _builtins.int
     address: _builtins.int
-    """0 for memory that is addressed by offset (dma-buf)."""
+    """What byte 0 is in work requests; a dma-buf is addressed by its offset."""
     nbytes: _builtins.int
     rkey: _builtins.int
     def __init__(

@@ -34,7 +34,7 @@ class Port(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Registered memory. address: what offset 0 is in work requests (0 for a dma-buf)."""
+    """Registered memory. address: what offset 0 is in work requests (in a dma-buf: where the registration starts)."""
 
     address: int
     nbytes: int
@@ -82,7 +82,7 @@ class Device:
         The same (fd, offset) must not be used for other memory before `release`. Raises Unavailable."""
 
         def make(flags: int) -> tuple[Any, int]:
-            return self.api.DmaBufMR(self.pd, nbytes, flags, dmabuf=fd, offset=offset), 0
+            return self.api.DmaBufMR(self.pd, nbytes, flags, dmabuf=fd, offset=offset), offset
 
         return self._register(("dmabuf", fd, offset), make)
 

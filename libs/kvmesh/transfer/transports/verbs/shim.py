@@ -91,10 +91,12 @@ def _first(*names: str) -> Any:
 
 
 def _channel(make: Any, context: Any) -> tuple[Any, int]:
-    """pyverbs does not tell a channel's descriptor, and its own wait holds the GIL: find the one that is new."""
+    """pyverbs 44 does not tell a channel's descriptor, and its own wait holds the GIL: find the one that is new."""
     with _channel_lock:
         before = _event_files()
         channel = make(context)
+        if hasattr(channel, "fd"):
+            return channel, int(channel.fd)
         new = _event_files() - before
         if len(new) != 1:
             channel.close()

@@ -253,7 +253,7 @@ class StubCq:
 
     def poll(self, limit: int) -> tuple[int, list[_Completion]]:
         """As pyverbs."""
-        found = []
+        found: list[_Completion] = []
         while self._found and len(found) < limit:
             completion, pair, slots = self._found.popleft()
             pair.free += slots
