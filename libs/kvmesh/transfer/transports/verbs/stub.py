@@ -12,6 +12,7 @@ import ctypes
 import itertools
 import os
 import socket
+import threading
 from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -79,6 +80,8 @@ class StubNetwork:
     _pairs: dict[int, StubQp] = field(default_factory=dict)
     _regions: dict[int, StubMr] = field(default_factory=dict)
     _posted: deque[StubQp] = field(default_factory=deque)
+    # A mover and a loop may both drive it.
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     def api(self, *, active: bool = True, devices: tuple[str, ...] = ("stub0",), max_cqe: int = 1 << 15) -> Api:
         """A pyverbs. active: of the port."""
@@ -114,18 +117,20 @@ class StubNetwork:
     def run(self, limit: int = 1 << 30) -> int:
         """Carry out up to `limit` posted requests, in an order that RC allows; returns how many."""
         done = 0
-        while self._posted and done < limit:
-            pair = self._posted.popleft()
-            if pair.pending:
-                pair.carry_out(pair.pending.popleft())
-                done += 1
+        with self.lock:
+            while self._posted and done < limit:
+                pair = self._posted.popleft()
+                if pair.pending:
+                    pair.carry_out(pair.pending.popleft())
+                    done += 1
         return done
 
     def posted(self, pair: StubQp, count: int) -> None:
         """Requests were handed to a device."""
-        self._posted.extend([pair] * count)
-        if not self.hold:
-            self.run()
+        with self.lock:
+            self._posted.extend([pair] * count)
+            if not self.hold:
+                self.run()
 
     def kill(self, *pairs: StubQp) -> None:
         """Break these connections from outside."""
@@ -397,24 +402,26 @@ class StubQp:
 
     def to_error(self) -> None:
         """Flush everything posted."""
-        if self.state == _ERR:
-            return
-        self.state = _ERR
-        for request in self.pending:
-            self.queue.put(_Completion(request.wr_id, FLUSHED), self, 1)
-        self.pending.clear()
-        for wr_id in self.receives:
-            self.queue.put(_Completion(wr_id, FLUSHED), self, 0)
-        self.receives.clear()
+        with self._network.lock:
+            if self.state == _ERR:
+                return
+            self.state = _ERR
+            for request in self.pending:
+                self.queue.put(_Completion(request.wr_id, FLUSHED), self, 1)
+            self.pending.clear()
+            for wr_id in self.receives:
+                self.queue.put(_Completion(wr_id, FLUSHED), self, 0)
+            self.receives.clear()
 
     def close(self) -> None:
         """Destroy it; twice would be a crash."""
         if self._network._pairs.pop(self.qp_num, None) is None:
             self._network.violations.append("a queue pair destroyed twice")
         self._context.objects -= 1
-        self.state = _ERR
-        self.pending.clear()
-        self.receives.clear()
+        with self._network.lock:
+            self.state = _ERR
+            self.pending.clear()
+            self.receives.clear()
 
 
 _IPV4_GID = "0000:0000:0000:0000:0000:ffff:7f00:0001"
