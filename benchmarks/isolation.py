@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
+
 from kvmesh.cli.health import wait_serving
 from kvmesh.cli.plan import MeshOptions
 from kvmesh.cli.process import Process
@@ -32,6 +33,9 @@ from kvmesh.proto.v1 import inference_pb2, inference_pb2_grpc
 STEP_MS = 100
 GOAL_MS = 10.0
 NEIGHBOURS = 8
+# With gRPC's usual window of 64 KiB all that a scripted stream says in a run fits, and a reader that does not read
+# disturbs nobody. With 128 bytes the gateway's writes to it are blocked after a few tokens.
+NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 128)]
 
 
 def request(model: str, text: str, tokens: int) -> inference_pb2.ChatRequest:
@@ -84,7 +88,10 @@ async def bad_neighbours(supervisor: Supervisor, state: MeshState, round_: int) 
             await asyncio.sleep(0.02)
         if not await wait_serving(info.address, "kvmesh.v1.Inference", 30):
             raise RuntimeError("the second gateway is not SERVING")
-        async with grpc.aio.insecure_channel(state.gateway) as first, grpc.aio.insecure_channel(info.address) as other:
+        async with (
+            grpc.aio.insecure_channel(state.gateway, options=NARROW) as first,
+            grpc.aio.insecure_channel(info.address, options=NARROW) as other,
+        ):
             calls = []
             for channel in (first, other):
                 stub = inference_pb2_grpc.InferenceStub(channel)

@@ -4,7 +4,6 @@ import sys
 
 from kvmesh.config import GatewaySettings
 from kvmesh.rpc.service import run_service
-
 from services.gateway.app import build
 
 if __name__ == "__main__":

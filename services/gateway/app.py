@@ -6,13 +6,13 @@ import logging
 import uuid
 
 from kvmesh.config import GatewaySettings
+from kvmesh.errors import FailedPrecondition, Unavailable
 from kvmesh.proto.v1 import inference_pb2_grpc
 from kvmesh.rpc.channel import MeshChannel, open_inner_channel
 from kvmesh.rpc.credentials import Credentials
 from kvmesh.rpc.guard import Access
 from kvmesh.rpc.limits import Deadline
 from kvmesh.rpc.service import ServiceContext
-
 from services.gateway import static
 from services.gateway.fairqueue import FairQueue
 from services.gateway.fleet import Fleet
@@ -28,6 +28,8 @@ from services.gateway.tokenizers import TokenizerStore
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "kvmesh.v1.Inference"
+# Of the drain: what the last terminal events get to reach their clients.
+LAST_WORD_S = 1.0
 
 
 class Gateway:
@@ -35,6 +37,11 @@ class Gateway:
 
     def __init__(self, context: ServiceContext[GatewaySettings]) -> None:
         settings = context.settings
+        if settings.credentials_file is not None and context.auth.token is None and settings.tls.cert is None:
+            raise FailedPrecondition(
+                "credentials_file needs mesh_token_file or tls.cert: inner services believe a tenant only from a "
+                "gateway that proves who it is"
+            )
         self._context = context
         self._settings = settings
         self.gateway_id = f"gw-{uuid.uuid4().hex}"
@@ -122,8 +129,11 @@ class Gateway:
             )
 
     async def drain(self, deadline: Deadline) -> None:
-        """Running requests finish by themselves; the server waits for them."""
+        """Running requests finish by themselves; what still runs near the deadline gets its terminal error."""
         log.info("%d request(s) running, %d waiting", len(self.registry), len(self.queue))
+        left = deadline.remaining()
+        if not await self.registry.wait_idle(left - min(LAST_WORD_S, left / 2)):
+            self.registry.stop_all(lambda: Unavailable("this gateway is stopping"))
 
     async def close(self) -> None:
         """Close the links to workers and routers."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from kvmesh.errors import KvmeshError
 from kvmesh.proto.v1 import engine_pb2
-
 from services.gateway.inbox import Inbox
 
 Key = tuple[str, int]

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from kvmesh.errors import Overloaded
 from kvmesh.telemetry import metrics, names
-
 from services.gateway.link import WorkerLink
 
 RETRY_AFTER_S = 1.0

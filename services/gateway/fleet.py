@@ -12,7 +12,6 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.channel import MeshChannel
 from kvmesh.rpc.tasks import BackgroundTasks
 from kvmesh.telemetry import metrics, names
-
 from services.gateway.link import LinkState, WorkerLink
 
 log = logging.getLogger(__name__)

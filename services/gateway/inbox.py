@@ -92,8 +92,12 @@ class Inbox:
         self._on_failure(error)
 
     def _put(self, item: Item) -> None:
+        # One item alone is no backlog, however large: the scores of a long prompt come in one piece.
+        backlog = bool(self._items)
         self._items.append(item)
         self._wake.set()
+        if not backlog:
+            return
         if self._tokens > self._max_tokens or self._bytes > self._max_bytes:
             self.fail(SlowReader("the client reads too slowly: its buffer is full", retry_after=1.0))
 

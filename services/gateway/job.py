@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.errors import Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
+from kvmesh.rpc.auth import LOCAL_TENANT
 from kvmesh.rpc.limits import RequestLimits
-
 from services.gateway.output import worker_sampling
 from services.gateway.tokenizers import ModelTokenizer
+
+
+def inner_salt(tenant: str, salt: str) -> str:
+    """Cache salt of every inner hop: the tenant's and the client's in one, "" only for tenant local without a salt.
+
+    Workers know prefixes by tokens and salt alone. Without the tenant in it, `usage.cached_tokens` and the time to the
+    first token would tell anyone which prompts another tenant has sent, a page at a time.
+    """
+    if tenant == LOCAL_TENANT and not salt:
+        return ""
+    # A tenant's name holds no NUL; hashed, so that no salt a client chooses equals another tenant's.
+    return hashlib.sha256(f"{tenant}\0{salt}".encode()).hexdigest()
 
 
 @dataclass(slots=True)
@@ -91,7 +104,7 @@ class Job:
             sampling=sampling,
             cache=cache,
             tau=self.tau,
-            cache_salt=self.cache_salt,
+            cache_salt=inner_salt(self.tenant, self.cache_salt),
             messages=self.messages,
             prompt_text=self.prompt_text,
             ttft_ms=ttft_ms,
@@ -115,7 +128,7 @@ class Job:
             prefill=prefill,
             ttft_ms=max(1, ttft_ms),
             total_ms=max(1, total_ms),
-            cache_salt=self.cache_salt,
+            cache_salt=inner_salt(self.tenant, self.cache_salt),
         )
 
 

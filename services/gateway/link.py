@@ -12,6 +12,7 @@ from enum import Enum
 
 import grpc
 import grpc.aio
+
 from kvmesh.errors import KvmeshError, Overloaded, Unavailable, WorkerLost
 from kvmesh.proto.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.rpc.auth import tenant_metadata
@@ -19,7 +20,6 @@ from kvmesh.rpc.channel import MeshChannel, cancelling
 from kvmesh.rpc.status import from_rpc_error
 from kvmesh.rpc.tasks import BackgroundTasks
 from kvmesh.telemetry import metrics, names
-
 from services.gateway.demux import Demux, Key
 from services.gateway.inbox import Inbox
 from services.gateway.silence import SilenceWatch

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from opentelemetry.trace import Span
+
 from kvmesh.errors import KvmeshError
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.telemetry import genai, metrics, names, tracing
-from opentelemetry.trace import Span
 
 
 class Observer:

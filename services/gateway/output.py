@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
-
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.stops import StopMatcher
 from services.gateway.tokenizers import ModelTokenizer

@@ -18,13 +18,14 @@ from kvmesh.errors import (
     KvmeshError,
     NotFound,
     Overloaded,
+    PermissionDenied,
+    Unauthenticated,
     Unavailable,
 )
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.status import is_retryable
 from kvmesh.telemetry import metrics, names, tracing
-
 from services.gateway.demux import Key
 from services.gateway.fairqueue import FairQueue, Ticket
 from services.gateway.fleet import Fleet
@@ -40,7 +41,7 @@ NEW_LINK_WAIT_S = 1.0
 LOCAL_ALTERNATES = 3
 MAX_ROUTES = 4
 # Refusals that say something about the worker, not about the request: another one may take it.
-_ELSEWHERE = (FailedPrecondition, DeadlineExceeded, NotFound, Internal, Cancelled)
+_ELSEWHERE = (FailedPrecondition, DeadlineExceeded, NotFound, Internal, Cancelled, Unauthenticated, PermissionDenied)
 PREFILL_TARGETS = 3
 
 
@@ -284,11 +285,11 @@ class Placer:
                 if not (is_retryable(error) or isinstance(error, _ELSEWHERE)):
                     raise
                 log.warning("worker %s did not take %s: %s", candidate.link.info.worker_id, job.inner_id, error.message)
-                last = error
+                last = _for_client(error)
                 progress.excluded.add(candidate.link.info.worker_id)
                 progress.failures += 1
                 if progress.failures >= self._max_attempts:
-                    raise
+                    raise last from error
             finally:
                 if ticket is not None:
                     self._queue.settle(ticket)
@@ -316,6 +317,13 @@ class Placer:
             revision=decision.revision or link.info.revision,
             cached_tokens=response.cached_tokens,
         )
+
+
+def _for_client(error: KvmeshError) -> KvmeshError:
+    """A worker that does not believe this gateway says nothing about the client's own key."""
+    if isinstance(error, Unauthenticated | PermissionDenied):
+        return Unavailable("a worker refuses this gateway")
+    return error
 
 
 def _relative_load(link: WorkerLink) -> float:

@@ -11,7 +11,6 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.credentials import Policy, Principal
 from kvmesh.rpc.limits import Deadline, RequestLimits
 from kvmesh.telemetry import names, tracing
-
 from services.gateway import validate
 from services.gateway.fleet import Fleet
 from services.gateway.job import Job

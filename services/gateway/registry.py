@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -32,6 +33,8 @@ class Registry:
         self._max_requests = max_requests
         self._running: dict[tuple[str, str], Running] = {}
         self._held: Counter[str] = Counter()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -76,5 +79,23 @@ class Registry:
         request.stop(error)
         return True
 
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """True once nothing runs; False when something still does after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def stop_all(self, error: Callable[[], KvmeshError]) -> None:
+        """End every request, each with an error of its own."""
+        for request in list(self._running.values()):
+            request.stop(error())
+
     def _count(self) -> None:
+        if self._running:
+            self._idle.clear()
+        else:
+            self._idle.set()
         metrics.gauge(names.GATEWAY_ACTIVE).set(len(self._running))

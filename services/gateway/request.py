@@ -17,7 +17,6 @@ from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.status import is_retryable, row
 from kvmesh.telemetry import metrics, names
-
 from services.gateway import events
 from services.gateway.inbox import Inbox, Item, SlowReader
 from services.gateway.job import Job, Progress

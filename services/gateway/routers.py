@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+
 from kvmesh.errors import FailedPrecondition, KvmeshError, NotFound, Unavailable
 from kvmesh.proto.v1 import router_pb2, router_pb2_grpc
 from kvmesh.rpc.auth import tenant_metadata
@@ -18,7 +19,6 @@ from kvmesh.rpc.channel import MeshChannel, cancelling
 from kvmesh.rpc.status import DETAILS_KEY, from_rpc_error
 from kvmesh.rpc.tasks import BackgroundTasks
 from kvmesh.telemetry import metrics, names
-
 from services.gateway.fleet import Fleet
 
 log = logging.getLogger(__name__)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
-from kvmesh.errors import Cancelled, NotFound
+from kvmesh.errors import Cancelled, DeadlineExceeded, NotFound
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import inference_pb2_grpc
 from kvmesh.rpc.auth import ServicerContext
 from kvmesh.rpc.credentials import Credentials
+from kvmesh.rpc.limits import RequestLimits
 from kvmesh.telemetry import names, tracing
-
 from services.gateway import validate
 from services.gateway.fleet import Fleet
 from services.gateway.observe import Observer
@@ -20,6 +22,7 @@ from services.gateway.registry import Registry, new_id
 from services.gateway.request import ClientGone, Request, RequestSettings
 from services.gateway.routers import Routers
 
+T = TypeVar("T")
 Wrap = Callable[[pb.GenerateEvent], pb.GenerateResponse | pb.ChatResponse]
 
 
@@ -89,7 +92,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with self._registry.hold(principal, request_id, running):
             try:
                 with tracing.span(names.gen_ai_span(operation, request.model), attributes=attributes) as span:
-                    job = await self._preparer.job(request, principal, request_id, limits)
+                    job = await _in_time(limits, self._preparer.job(request, principal, request_id, limits))
                     span.set_attribute(names.GEN_AI_RESPONSE_MODEL, job.served)
                     await running.run(job, Observer(span, operation, job.served, running.started))
             except ClientGone as exc:
@@ -123,3 +126,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if info is not None and model.name == info.model:
                 return pb.GetModelResponse(model=model)
         raise NotFound(f"no worker serves model {request.name!r}", details={"field": "name"})
+
+
+async def _in_time(limits: RequestLimits, work: Awaitable[T]) -> T:
+    """Preparing counts too: a tokenizer that takes long to load must not outlast the request's limits."""
+    try:
+        async with asyncio.timeout(limits.current(first_token_seen=False).timeout()):
+            return await work
+    except TimeoutError:
+        raise DeadlineExceeded(
+            "the limit (time to first token) ran out", details={"limit": "time to first token"}
+        ) from None

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import grpc
 import grpc.aio
+
 from kvmesh.config import split_host_port
 from kvmesh.proto.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 from kvmesh.rpc.channel import MeshChannel
-
 from services.gateway.fleet import Fleet
 
 log = logging.getLogger(__name__)

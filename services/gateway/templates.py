@@ -17,6 +17,7 @@ import jinja2
 import jinja2.exceptions
 import jinja2.ext
 import jinja2.sandbox
+
 from kvmesh.errors import FailedPrecondition, InvalidArgument, TooLarge
 
 MAX_TEMPLATE_BYTES = 256 * 1024

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from tokenizers import decoders
+
 from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, Unavailable
 from kvmesh.loading.tokenizer import TokenizerBundle, load_tokenizer
 from kvmesh.proto.v1 import engine_pb2
-from tokenizers import decoders
-
 from services.gateway.detokenizer import Detokenizer, detokenizer
 from services.gateway.templates import ChatTemplate
 
@@ -104,8 +104,9 @@ class ModelTokenizer:
         return await _maybe_thread(sum(map(len, pieces)), lambda: self._encode_now(pieces))
 
     def _encode_now(self, pieces: Sequence[str]) -> list[int]:
-        encode = self._tokenizer.encode
-        return [index for piece in pieces for index in encode(piece, add_special_tokens=False).ids]
+        # Only the batch form releases the GIL: `encode` of a long prompt would stop every stream of this process.
+        encoded = self._tokenizer.encode_batch_fast(list(pieces), add_special_tokens=False)
+        return [index for piece in encoded for index in piece.ids]
 
 
 T = TypeVar("T")

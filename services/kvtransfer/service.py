@@ -56,6 +56,13 @@ class KvTransferService:
         await self._sidecar.close()
 
 
+def _advertised_host(settings: KvTransferSettings) -> str:
+    """Who reaches the control API by a name reaches the data port by the same."""
+    if not settings.advertise or "://" in settings.advertise or settings.advertise.startswith("unix:"):
+        return ""
+    return settings.advertise.rpartition(":")[0].strip("[]")
+
+
 async def build(context: ServiceContext[KvTransferSettings]) -> KvTransferService:
     """Make the sidecar and register its API. Raises KvmeshError where it cannot run here."""
     settings = context.settings
@@ -70,6 +77,7 @@ async def build(context: ServiceContext[KvTransferSettings]) -> KvTransferServic
         lease_s=settings.lease_s,
         max_slots=settings.max_slots,
         tcp_host=settings.tcp_listen_host,
+        tcp_advertise=_advertised_host(settings),
         fake_faults=settings.fake_faults,
         verbs=VerbsOptions(
             device=settings.verbs_device,

@@ -6,7 +6,6 @@ import sys
 
 from kvmesh.config import PrefillSettings
 from kvmesh.rpc.service import run_service
-
 from services.prefill.service import build
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import sys
 
 from kvmesh.config import RouterSettings
 from kvmesh.rpc import run_service
-
 from services.router.service import build
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 from kvmesh.kv.hashing import HASH_BYTES, hash_block, request_seed, token_bytes
-
 from services.router.fleet import Worker
 
 MAX_BLOCKS_CHAINED = 4096

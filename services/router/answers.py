@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from google.protobuf.message import DecodeError
+
 from kvmesh.proto.v1 import inference_pb2, router_pb2
 
 MAX_CHOICES = 16

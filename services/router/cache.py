@@ -9,7 +9,6 @@ import time
 from kvmesh.config import RouterSettings
 from kvmesh.proto.v1 import inference_pb2, router_pb2
 from kvmesh.telemetry import metrics, names, tracing
-
 from services.router import answers
 from services.router.embedder import load_embedder
 from services.router.exact import ExactCache

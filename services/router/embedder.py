@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
 from kvmesh.errors import FailedPrecondition
 
 Vector = npt.NDArray[np.float32]

@@ -12,11 +12,12 @@ import logging
 from pathlib import Path
 
 import redis.asyncio as redis
-from kvmesh.telemetry import metrics, names
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from kvmesh.telemetry import metrics, names
 
 log = logging.getLogger(__name__)
 

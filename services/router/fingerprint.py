@@ -12,7 +12,6 @@ import hashlib
 from dataclasses import dataclass
 
 from kvmesh.proto.v1 import inference_pb2, router_pb2
-
 from services.router.fleet import Family
 
 KEY_BYTES = 32

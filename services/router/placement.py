@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from kvmesh.errors import FailedPrecondition, NotFound, Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
-
 from services.router.fleet import Family, Worker
 
 BETA = 1.0

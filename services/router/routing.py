@@ -11,7 +11,6 @@ from kvmesh.config import RouterSettings
 from kvmesh.errors import InvalidArgument, KvmeshError, NotFound, Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.telemetry import metrics, names, tracing
-
 from services.router import placement
 from services.router.affinity import matched_tokens
 from services.router.cache import AnswerCache, Mode

@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Callable
 
 from kvmesh.errors import Overloaded, Unavailable
 from kvmesh.proto.v1 import router_pb2
-
 from services.router.fleet import Fleet
 
 HEARTBEAT_S = 1.0

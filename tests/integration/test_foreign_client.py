@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Mesh, mesh_up
+
+from mesh_kit import Mesh, mesh_up
 
 BUF = shutil.which("buf") or str(Path(sys.executable).with_name("buf"))
 

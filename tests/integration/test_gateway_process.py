@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from kvmesh.client import Client
 from kvmesh.errors import NotFound, Unavailable
 from kvmesh.rpc import open_channel

@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from conftest import answer, mesh_up, settled, until
+
+from mesh_kit import answer, mesh_up, settled, until
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 6
 

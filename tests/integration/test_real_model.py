@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from conftest import answer, mesh_up, until
+
 from kvmesh.cli.plan import MeshOptions
+from mesh_kit import answer, mesh_up, until
 
 REAL = MeshOptions(gateway_port=0, threads=1)
 pytestmark = pytest.mark.model

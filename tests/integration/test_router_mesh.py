@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import Mesh, mesh_up, until
+from mesh_kit import Mesh, mesh_up, until
 
 
 async def ask(mesh: Mesh, text: str) -> tuple[str, str]:

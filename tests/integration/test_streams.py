@@ -9,9 +9,11 @@ import signal
 from dataclasses import replace
 
 import grpc
-from conftest import answer, mesh_up, settled, until
+
+from kvmesh.cli.health import wait_serving
 from kvmesh.cli.process import Process
 from kvmesh.proto.v1 import inference_pb2, inference_pb2_grpc
+from mesh_kit import answer, mesh_up, settled, until
 
 CANCELLED_STREAMS = 10_000 if os.environ.get("KVMESH_SOAK") else 1_000
 PACE = {"decode.scripted_step_ms": "10", "decode.max_batch": "64", "decode.max_queue": "256"}
@@ -61,6 +63,7 @@ async def test_a_stopped_gateway_loses_only_its_own_streams() -> None:
         )
         try:
             info = await until(second.read_ready, "the second gateway")
+            assert await wait_serving(info.address, "kvmesh.v1.Inference", 30)
             async with grpc.aio.insecure_channel(info.address) as channel:
                 stub = inference_pb2_grpc.InferenceStub(channel)
                 calls = [

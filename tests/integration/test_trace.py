@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from conftest import answer, mesh_up, until
-from kvmesh.telemetry.tracing import setup, shutdown
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from kvmesh.telemetry.tracing import setup, shutdown
+from mesh_kit import answer, mesh_up, until
 
 SERVICES = {"gateway", "router", "decode", "prefill", "kvtransfer"}
 

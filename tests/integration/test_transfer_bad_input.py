@@ -14,6 +14,7 @@ import grpc
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
+
 from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, NotFound, TransferFailed
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from transfer_kit import Engine, make_layout, sidecars, soon
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from kvmesh.errors import FailedPrecondition, KvmeshError, TransferFailed
 from kvmesh.transfer.client import SlotHandle, TransferHandle
 from kvmesh.transfer.link import SidecarLink
@@ -225,6 +226,36 @@ async def test_destinations_sidecar_is_killed(pair: Pair, tmp_path: Path) -> Non
     while pair.source.doorbell.value % 4:
         pair.source.doorbell.ring()
     await pair.works()
+    await link.close()
+
+
+async def test_successor_at_another_address_hears_of_unmapped_memory(pair: Pair) -> None:
+    target = pair.target
+    await target.client.close()
+    link = SidecarLink(
+        pair.b.socket,
+        engine_id="d",
+        incarnation=3,
+        layout=target.layout,
+        regions=target.regions,
+        doorbell=target.doorbell_region,
+        ring=target.ring_region,
+    )
+    link.start()
+    target.client = await link.wait_connected(10)
+    slot, transfer = await pair.begin()
+    pair.b.kill()
+    with pytest.raises(TransferFailed):
+        await soon(transfer.done)
+    await fails(slot)
+    pair.b.port = 0
+    await pair.b.start()
+    target.client = await link.wait_connected(15)
+    if transfer.transport == "shm":
+        assert not slot.drained.done()
+    # The next transfer brings the writer to the new address, and with it the word that the old memory is let go of.
+    await pair.works()
+    await soon(slot.drained)
     await link.close()
 
 

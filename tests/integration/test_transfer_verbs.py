@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+
 from kvmesh.errors import KvmeshError, TransferFailed
 from kvmesh.proto.v1 import kvtransfer_pb2_grpc
 from kvmesh.rpc import MeshChannel
@@ -19,9 +20,8 @@ from kvmesh.transfer.sidecar import sidecar as sidecar_module
 from kvmesh.transfer.transports.verbs import VerbsOptions, VerbsTransport
 from kvmesh.transfer.transports.verbs.shim import load
 from kvmesh.transfer.transports.verbs.stub import RETRY_EXCEEDED, StubNetwork
-from transfer_kit import Engine, SidecarProcess, make_layout, sidecars, soon
-
 from services.kvtransfer.service import KvTransferServicer
+from transfer_kit import Engine, SidecarProcess, make_layout, sidecars, soon
 
 SRC, DST = [5, 6, 7, 20, 3, 9], [40, 41, 2, 30, 31, 32]
 

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+
 from kvmesh.engine.runner import SamplingParams
 from kvmesh.engine.scripted import scripted_output
 from kvmesh.proto.v1 import engine_pb2 as pb

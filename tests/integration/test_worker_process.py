@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.proto.v1 import engine_pb2_grpc, inference_pb2
 from kvmesh.rpc import open_channel

@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import psutil
+
 from kvmesh.kv.layout import KvGroup, KvLayout, group_view
 from kvmesh.kv.region import Region
 from kvmesh.kv.ring import Doorbell, StepEntry, StepRecord, StepRing

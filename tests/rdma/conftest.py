@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from kvmesh.errors import KvmeshError
 from kvmesh.transfer.transports.verbs import VerbsOptions
 from kvmesh.transfer.transports.verbs.device import Device

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import pytest_asyncio
+from rdma_kit import LAYERS, PAGE, WAIT_S, Destination, Writer, drive
+
 from kvmesh.errors import Unavailable
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
-from rdma_kit import LAYERS, PAGE, WAIT_S, Destination, Writer, drive
 
 pytestmark = [pytest.mark.rdma, pytest.mark.asyncio(loop_scope="module")]
 PAGES = 64

@@ -52,11 +52,14 @@ def up(
     ] = None,
     ask: Annotated[str, typer.Option(help="Ask this once everything serves.")] = "",
     once: Annotated[bool, typer.Option(help="Stop after the answer to --ask.")] = False,
+    api_key: Annotated[
+        str, typer.Option(help="Bearer key of --ask.", envvar="KVMESH_API_KEY", show_default=False)
+    ] = "",
     keep_logs: Annotated[bool, typer.Option(help="Leave the folder with logs behind.")] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Start the mesh on this machine; Ctrl-C stops it and leaves nothing behind."""
-    from kvmesh.cli.plan import MeshOptions
+    from kvmesh.cli.plan import MeshOptions, unknown_setting
     from kvmesh.cli.up import up as run
 
     if decode + unified < 1:
@@ -66,6 +69,9 @@ def up(
         key, equals, value = item.partition("=")
         if not equals or "." not in key:
             raise _fail(f"--set {item}: expected service.setting=value")
+        problem = unknown_setting(key)
+        if problem:
+            raise _fail(f"--set {item}: {problem}")
         settings[key] = value
     engines = prefill + decode + unified
     options = MeshOptions(
@@ -85,7 +91,7 @@ def up(
         credentials_file=credentials,
         settings=settings,
     )
-    raise typer.Exit(asyncio.run(run(options, question=ask, once=once, keep_logs=keep_logs)))
+    raise typer.Exit(asyncio.run(run(options, question=ask, once=once, keep_logs=keep_logs, api_key=api_key)))
 
 
 @app.command()
@@ -128,7 +134,10 @@ def status(
         raise _fail("no mesh runs here (kvmesh up starts one); name a router with --router")
     target = router or (state.router if state else "")
     token = token_file or (state.token_file if state and not router else "")
-    raise typer.Exit(asyncio.run(print_status(target, token, Console())))
+    console = Console()
+    # Into a file or a pipe there is no edge of a screen to fold at.
+    wide = console if console.is_terminal else Console(width=200)
+    raise typer.Exit(asyncio.run(print_status(target, token, wide)))
 
 
 @app.command()
@@ -136,12 +145,15 @@ def key(
     tenant: Annotated[str, typer.Argument(help="Tenant that the key stands for.")],
 ) -> None:
     """Make an API key: the key goes to the client, the printed record into the gateway's credentials file."""
+    from kvmesh.rpc.auth import TENANT_PATTERN
     from kvmesh.rpc.credentials import hash_key, new_key
 
+    if not TENANT_PATTERN.fullmatch(tenant):
+        raise _fail("a tenant is named by 1 to 128 letters, digits, dots, dashes and underscores")
     secret = new_key()
-    console = Console()
-    console.print(f"key (shown once): {secret}", markup=False, highlight=False)
-    console.print(f'\n[[keys]]\nhash = "{hash_key(secret)}"\ntenant = "{tenant}"', markup=False, highlight=False)
+    # Not through a console, which breaks lines at its width: the record must stay TOML.
+    typer.echo(f"key (shown once): {secret}")
+    typer.echo(f'\n[[keys]]\nsha256 = "{hash_key(secret)}"\ntenant = "{tenant}"')
 
 
 @app.command()

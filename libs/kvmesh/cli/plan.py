@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvmesh.cli.process import ProcessSpec
+from kvmesh.config import (
+    DecodeSettings,
+    GatewaySettings,
+    KvTransferSettings,
+    PrefillSettings,
+    RouterSettings,
+    ServiceSettings,
+)
 
 MODEL_LOAD_TIMEOUT_S = 180.0
 ENGINE_HEALTH = "kvmesh.v1.Engine"
+# Well below the 20 s after which a child is killed: what runs at Ctrl-C must get its terminal event before that.
+DRAIN_TIMEOUT_S = 5
+_SCHEMAS: dict[str, type[ServiceSettings]] = {
+    "gateway": GatewaySettings,
+    "router": RouterSettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+    "kvtransfer": KvTransferSettings,
+}
 
 
 @dataclass(frozen=True)
@@ -53,17 +71,35 @@ class MeshPlan:
         return tuple(spec for stage in self.stages for spec in stage)
 
 
+def unknown_setting(key: str) -> str:
+    """What is wrong with `service.setting` as a name, "" when there is such a setting."""
+    service, _, name = key.partition(".")
+    schema = _SCHEMAS.get(service)
+    if schema is None:
+        return f"there is no service {service!r}; known: {', '.join(_SCHEMAS)}"
+    if name.partition(".")[0].replace("-", "_") not in schema.model_fields:
+        return f"{service} has no setting {name!r}; python -m services.{service} --help lists them"
+    return ""
+
+
 def _flag(name: str, value: object) -> str:
     """Settings of type bool are flags without a value: --name or --no-name."""
     switch = {"true": f"--{name}", "false": f"--no-{name}"}
     return switch.get(str(value).lower(), f"--{name}={value}")
 
 
-def plan_mesh(options: MeshOptions, run_dir: Path, *, redis: tuple[str, ...] = (), redis_url: str = "") -> MeshPlan:
+def plan_mesh(
+    options: MeshOptions,
+    run_dir: Path,
+    *,
+    free_port: Callable[[], int],
+    redis: tuple[str, ...] = (),
+    redis_url: str = "",
+) -> MeshPlan:
     """Build the plan. `redis` is the argv of an embedded Redis-compatible server, empty for none or an outside one.
 
-    Ports of gateway and router are fixed beforehand, because others are told about them and a restart must keep them;
-    everything else binds a free port and says so in its ready file.
+    Ports of gateway, router and sidecars are fixed beforehand (`free_port` names one that nobody uses), because others
+    hold their addresses and look for a successor there; engines bind a free port and tell the router.
     """
     router = f"127.0.0.1:{options.router_port}"
     gateway = f"127.0.0.1:{options.gateway_port}"
@@ -75,6 +111,7 @@ def plan_mesh(options: MeshOptions, run_dir: Path, *, redis: tuple[str, ...] = (
             "metrics_listen": "127.0.0.1:0",
             "mesh_token_file": run_dir / "mesh.token",
             "log_level": options.log_level,
+            "drain_timeout_s": DRAIN_TIMEOUT_S,
             **values,
         }
         if options.otlp_endpoint:
@@ -82,7 +119,7 @@ def plan_mesh(options: MeshOptions, run_dir: Path, *, redis: tuple[str, ...] = (
         for key, value in options.settings.items():
             scope, _, setting = key.partition(".")
             if scope == service:
-                given[setting] = value
+                given[setting.replace("-", "_")] = value
         argv = [sys.executable, "-m", f"services.{service}"]
         argv += [_flag(key.replace("_", "-"), value) for key, value in given.items() if value not in ("", None)]
         return tuple(argv)
@@ -118,7 +155,14 @@ def plan_mesh(options: MeshOptions, run_dir: Path, *, redis: tuple[str, ...] = (
             socket = run_dir / f"{name}.sock"
             # A sidecar is SERVING once its engine has registered, so it is waited for together with the engines.
             sidecars.append(
-                spec("kvtransfer", f"kvtransfer-{name}", "", engine_socket=socket, transports=options.transports)
+                spec(
+                    "kvtransfer",
+                    f"kvtransfer-{name}",
+                    "",
+                    listen=f"127.0.0.1:{free_port()}",
+                    engine_socket=socket,
+                    transports=options.transports,
+                )
             )
             engines.append(
                 spec(

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import grpc
 from rich.console import Console, Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kvmesh.proto.v1 import engine_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, router_pb2, router_pb2_grpc
+from kvmesh.rpc.auth import MESH_TOKEN_KEY, MeshToken
 
 TIMEOUT_S = 5.0
 
@@ -28,7 +29,7 @@ class MeshStatus:
 def _token_metadata(token_file: str) -> tuple[tuple[str, str], ...]:
     if not token_file:
         return ()
-    return (("x-kvmesh-mesh-token", Path(token_file).read_text().splitlines()[0]),)
+    return ((MESH_TOKEN_KEY, MeshToken(Path(token_file)).current()),)
 
 
 async def read_status(router: str, token_file: str = "") -> MeshStatus:
@@ -89,9 +90,14 @@ def _enum(name: str, prefix: str) -> str:
     return name.removeprefix(prefix).lower()
 
 
+def _table(title: str, *headers: str) -> Table:
+    """A table whose cells are folded where they do not fit: half a worker's name tells nothing."""
+    return Table(*(Column(header, overflow="fold") for header in headers), title=title)
+
+
 def render(status: MeshStatus) -> Group:
     """Three tables: workers, links, transports; and a line on the caches."""
-    workers = Table("worker", "role", "state", "model", "address", "running", "waiting", "pages free", title="workers")
+    workers = _table("workers", "worker", "role", "state", "model", "address", "running", "waiting", "pages free")
     for entry in status.fleet.workers:
         info, load = entry.info, entry.load
         workers.add_row(
@@ -105,8 +111,8 @@ def render(status: MeshStatus) -> Group:
             f"{load.free_pages}/{load.total_pages or info.total_pages}",
         )
     names = {str(reply.engine_id): worker for worker, reply in status.sidecars.items() if reply is not None}
-    links = Table("sidecar of", "peer", "direction", "transport", "state", "transfers", "bytes", "why", title="links")
-    transports = Table("sidecar of", "transport", "usable", "why", title="transports")
+    links = _table("links", "sidecar of", "peer", "direction", "transport", "state", "transfers", "bytes", "why")
+    transports = _table("transports", "sidecar of", "transport", "usable", "why")
     for worker, reply in status.sidecars.items():
         if reply is None:
             transports.add_row(worker, "–", "no", "the sidecar does not answer")
@@ -133,10 +139,13 @@ def render(status: MeshStatus) -> Group:
 
 
 async def print_status(router: str, token_file: str, console: Console) -> int:
-    """Print the status; 1 when the router does not answer."""
+    """Print the status; 1 when the router does not answer, 2 when the token file is unusable."""
     try:
         console.print(render(await read_status(router, token_file)))
     except grpc.aio.AioRpcError as error:
         console.print(Text(f"router at {router}: {error.code().name}: {error.details()}", style="red"))
         return 1
+    except (OSError, ValueError) as error:
+        console.print(Text(f"mesh token: {error}", style="red"))
+        return 2
     return 0

@@ -13,9 +13,11 @@ import signal
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -31,7 +33,7 @@ T = TypeVar("T")
 
 INTERRUPTED = 130
 FLEET_TIMEOUT_S = 30.0
-_PROGRESS = re.compile(rb"progress=([0-9.]+)")
+_PROGRESS = re.compile(rb"loading: ([0-9.]+) %")
 
 
 def free_port(preferred: int) -> int:
@@ -106,7 +108,7 @@ class _Board:
                 found = _PROGRESS.findall(file.read())
         except OSError:
             return None
-        return float(found[-1]) if found else None
+        return float(found[-1]) / 100 if found else None
 
 
 async def _show(board: _Board, console: Console, done: asyncio.Event) -> None:
@@ -140,7 +142,7 @@ async def running_mesh(
             options, gateway_port=free_port(options.gateway_port), router_port=free_port(options.router_port)
         )
         redis, url = embedded_redis(run_dir) if options.cache else ((), "")
-        plan = plan_mesh(options, run_dir, redis=redis, redis_url=url)
+        plan = plan_mesh(options, run_dir, free_port=partial(free_port, 0), redis=redis, redis_url=url)
         board = _Board(plan, log_dir)
         supervisor = Supervisor(plan, log_dir, board.event)
         done = asyncio.Event()
@@ -148,7 +150,10 @@ async def running_mesh(
         try:
             try:
                 await supervisor.start()
-                missing = await wait_fleet(plan.router_address, str(token_file), plan.workers, FLEET_TIMEOUT_S)
+                try:
+                    missing = await wait_fleet(plan.router_address, str(token_file), plan.workers, FLEET_TIMEOUT_S)
+                except grpc.aio.AioRpcError as error:
+                    raise StartFailed(f"the router does not answer: {error.details()}") from error
                 if missing:
                     raise StartFailed(f"the router does not see {', '.join(sorted(missing))}")
             finally:
@@ -171,13 +176,23 @@ async def running_mesh(
             await supervisor.stop()
 
 
-async def up(options: MeshOptions, *, question: str, once: bool, keep_logs: bool) -> int:
-    """Run the mesh until Ctrl-C (or one answer with `once`); returns the exit code."""
+async def up(options: MeshOptions, *, question: str, once: bool, keep_logs: bool, api_key: str = "") -> int:
+    """Run the mesh until Ctrl-C (or one answer with `once`); returns the exit code.
+
+    At Ctrl-C running answers get a few seconds to end; a second one waits for nothing.
+    """
     console = Console(stderr=True)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    supervisor: Supervisor | None = None
+
+    def on_signal() -> None:
+        if stop.is_set() and supervisor is not None:
+            supervisor.hurry()
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, on_signal)
     console.print(f"kvmesh: starting {options.model if options.runner == 'torch' else 'the scripted engine'} …")
     async with contextlib.AsyncExitStack() as stack:
         mesh_context = running_mesh(options, console=console, keep_logs=keep_logs)
@@ -195,7 +210,9 @@ async def up(options: MeshOptions, *, question: str, once: bool, keep_logs: bool
         )
         code = 0
         if question:
-            answered = await _unless(stop, ask(mesh.gateway, question, model=mesh.model, console=console))
+            answered = await _unless(
+                stop, ask(mesh.gateway, question, model=mesh.model, console=console, api_key=api_key)
+            )
             code = INTERRUPTED if answered is None else answered
         if not once:
             console.print('kvmesh: serving; try `kvmesh ask "…"` and `kvmesh status`. Ctrl-C stops the mesh.')

@@ -25,7 +25,7 @@ class SamplingParams:
 
     temperature 0 means greedy. top_k 0, top_p 1.0 and min_p 0.0 switch the filter off. Penalties: repetition (1.0 off,
     over prompt and output), frequency and presence (0.0 off, over output). `logprobs` is the number of alternatives
-    returned per position (0 with `want_logprobs` gives the chosen token's alone). `prompt_logprobs` likewise, None = off.
+    returned per position (0 with `want_logprobs`: the chosen token alone). `prompt_logprobs` likewise, None = off.
     """
 
     temperature: float = 1.0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvmesh.engine.failures import SequencesFailed
 from kvmesh.engine.runner import (
     ModelInfo,
     SampleInput,
@@ -15,7 +16,7 @@ from kvmesh.engine.runner import (
     StepResult,
     TokenLogprobs,
 )
-from kvmesh.engine.sampler import sample_rows
+from kvmesh.engine.sampler import NO_TOKEN, sample_rows
 from kvmesh.engine.sampling.logprobs import token_logprobs
 from kvmesh.errors import Internal, InvalidArgument
 from kvmesh.kv.layout import LAYOUT_VERSION, KvGroup, KvLayout
@@ -149,7 +150,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def execute(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> StepResult:
-        """See `Runner.execute`."""
+        """See `Runner.execute`. Raises SequencesFailed for sequences whose logits are not finite, them alone."""
         step = self.forward_logits(batch, on_layer)
         flat: list[SampleInput] = []
         rows: list[int] = []
@@ -165,6 +166,10 @@ class TorchRunner:
             prompt = self._prompt_logprobs(batch, i, step) if slice_.prompt_logprobs is not None else ()
             results.append(SliceResult(slice_.seq_id, tokens[at:end], scores[at:end], prompt))
             at = end
+        failed = [result.seq_id for result in results if NO_TOKEN in result.token_ids]
+        if failed:
+            kept = StepResult([result for result in results if result.seq_id not in failed])
+            raise SequencesFailed("the model's logits are not finite", failed, kept)
         return StepResult(results)
 
     def _prompt_logprobs(self, batch: StepBatch, index: int, step: StepLogits) -> Sequence[TokenLogprobs]:

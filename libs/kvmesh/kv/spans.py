@@ -61,7 +61,7 @@ def pages_of(side: PageList, span: Span) -> Column:
     if span.first < side.start:
         raise InvalidArgument(f"{side.name} list starts at token {side.start}, token {span.first} is wanted")
     first = (span.first - side.start) // size
-    end = max(first, -(-(span.end - side.start) // size)) if span.end > span.first else first
+    end = -(-(span.end - side.start) // size) if span.end > span.first else first
     if len(side.pages) < end:
         raise InvalidArgument(f"{side.name} list has {len(side.pages)} pages, {end} are needed")
     column = np.asarray(side.pages)

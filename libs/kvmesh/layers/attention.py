@@ -36,7 +36,9 @@ def _decode(layer: torch.Tensor, q: torch.Tensor, group: DecodeGroup, kv: PagedK
     k, v = (x.reshape(rows * kv.kv_heads, -1, dim) for x in (k, v))
     folded = q.float().reshape(rows * kv.kv_heads, heads // kv.kv_heads, dim) * dim**-0.5
     scores = torch.bmm(folded, k.transpose(1, 2)).view(rows, kv.kv_heads, heads // kv.kv_heads, -1)
-    # Filled, not added: what lies past a sequence's end is another's stale KV, and inf - inf would be NaN.
+    # Filled, not added: what lies past a sequence's end is another's stale KV, and inf - inf would be NaN. The same in
+    # V, where a weight of 0 times its NaN would be NaN.
+    v.view(rows, kv.kv_heads, -1, dim).masked_fill_(group.masked.transpose(2, 3), 0.0)
     weights = torch.softmax(scores.masked_fill(group.masked, -torch.inf), dim=-1).view(
         rows * kv.kv_heads, heads // kv.kv_heads, -1
     )

@@ -31,6 +31,9 @@ class Checkpoint(Protocol):
     def names(self) -> Iterable[str]:
         """Tensor names, Hugging Face spelling (`model.layers.0.self_attn.q_proj.weight`)."""
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, from the header alone. DataLoss when it is missing."""
+
     def read(self, name: str) -> RawTensor:
         """One tensor. DataLoss when it is missing or its bytes are not all there."""
 

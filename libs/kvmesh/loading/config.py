@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -57,6 +58,14 @@ class ModelConfig:
         for name, size in sizes.items():
             if not 0 < size < 1 << 31:
                 raise DataLoss(f"{where}: {name} is {size}")
+        rope = self.rope
+        positive = {"rms_eps": self.rms_eps, "rope theta": rope.theta, "rope factor": rope.factor}
+        if rope.kind == "llama3":
+            positive["rope's span of frequencies"] = rope.high_freq_factor - rope.low_freq_factor
+        for name, value in positive.items():
+            # Each of these makes every logit NaN.
+            if not (math.isfinite(value) and value > 0):
+                raise DataLoss(f"{where}: {name} is {value}")
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise DataLoss(
                 f"{where}: {self.num_heads} heads over {self.num_kv_heads} kv heads of {self.head_dim} do not divide"

@@ -10,6 +10,7 @@ truncated or corrupt file raises `DataLoss` that says what was being read, and n
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import struct
 from dataclasses import dataclass
@@ -217,7 +218,15 @@ class GgufFile:
         entries = [self._tensor_entry(cursor, i) for i in range(tensor_count)]
         base = -(-cursor.at // alignment) * alignment
         for name, shape, kind, offset in entries:
+            if offset % alignment:
+                raise DataLoss(f"{self.path}: tensor {name} at offset {offset} is not aligned to {alignment} (corrupt)")
+            if name in self.tensors:
+                raise DataLoss(f"{self.path}: two tensors are named {name} (corrupt)")
             self.tensors[name] = self._place(name, shape, kind, base + offset)
+        ordered = sorted(self.tensors.values(), key=lambda tensor: tensor.offset)
+        for before, after in itertools.pairwise(ordered):
+            if before.offset + before.nbytes > after.offset:
+                raise DataLoss(f"{self.path}: tensors {before.name} and {after.name} overlap (corrupt)")
 
     @staticmethod
     def _tensor_entry(cursor: _Cursor, index: int) -> tuple[str, tuple[int, ...], int, int]:
@@ -233,6 +242,8 @@ class GgufFile:
             known = ", ".join(t.name for t in TENSOR_TYPES.values())
             raise InvalidArgument(f"{self.path}: tensor {name} has ggml type {kind}; supported: {known}")
         type_ = TENSOR_TYPES[kind]
+        if not all(0 < extent <= 8 * self.size for extent in shape):
+            raise DataLoss(f"{self.path}: tensor {name} cannot have the shape {shape} (corrupt)")
         elements = 1
         for extent in shape:
             elements *= extent

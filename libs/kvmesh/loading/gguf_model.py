@@ -13,7 +13,7 @@ from kvmesh.errors import DataLoss, InvalidArgument
 from kvmesh.loading.checkpoint import RawTensor
 from kvmesh.loading.config import ModelConfig, ModelDescription, RopeConfig
 from kvmesh.loading.fingerprint import fingerprint_files
-from kvmesh.loading.gguf import GgufFile
+from kvmesh.loading.gguf import GgufFile, GgufTensor
 from kvmesh.loading.quants import dequantize
 
 # llama.cpp rotates neighbouring pairs for these, so their converter interleaves the rows of q and k.
@@ -66,6 +66,10 @@ def config_of(file: GgufFile) -> ModelConfig:
     hidden, heads = file.get(key("embedding_length"), int), file.get(key("attention.head_count"), int)
     if heads <= 0:
         raise DataLoss(f"{file.path}: {heads} attention heads")
+    layers = file.get(key("block_count"), int)
+    if layers > len(file.tensors):
+        # Before anything is made a layer at a time: a corrupt count would take all memory.
+        raise DataLoss(f"{file.path}: {layers} layers in a file of {len(file.tensors)} tensors (corrupt)")
     scaling = file.get(key("rope.scaling.type"), str, "none")
     if scaling not in ("none", "linear"):
         raise InvalidArgument(f"{file.path}: rope scaling {scaling!r} is not supported")
@@ -77,7 +81,7 @@ def config_of(file: GgufFile) -> ModelConfig:
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=file.get(key("feed_forward_length"), int),
-        num_layers=file.get(key("block_count"), int),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=file.get(key("attention.head_count_kv"), int, heads),
         head_dim=file.get(key("attention.key_length"), int, hidden // heads),
@@ -121,12 +125,18 @@ class GgufCheckpoint:
     def names(self) -> Iterable[str]:
         return self._names.keys()
 
-    def read(self, name: str) -> RawTensor:
+    def _tensor(self, name: str) -> GgufTensor:
         ggml = self._names.get(name)
         if ggml is None:
             raise DataLoss(f"{self.file.path}: the tensor for {name} is missing")
-        tensor = self.file.tensors[ggml]
-        data = dequantize(self.file.raw(ggml), tensor.type.name, tensor.type.nbytes, tensor.shape)
+        return self.file.tensors[ggml]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensor(name).shape
+
+    def read(self, name: str) -> RawTensor:
+        tensor = self._tensor(name)
+        data = dequantize(self.file.raw(tensor.name), tensor.type.name, tensor.type.nbytes, tensor.shape)
         if self.config.architecture in _PERMUTED:
             if ".q_proj." in name:
                 data = unpermute(data, self.config.num_heads)

@@ -97,7 +97,7 @@ def config_of(directory: Path) -> ModelConfig:
             eos_token_ids=_eos(directory, raw),
             bos_token_id=raw.get("bos_token_id"),
         ).validate(str(where))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataLoss(f"{where}: {type(error).__name__} on {error} (corrupt)") from None
 
 
@@ -141,11 +141,17 @@ class HfCheckpoint:
     def names(self) -> Iterable[str]:
         return self._where.keys()
 
-    def read(self, name: str) -> RawTensor:
+    def _file(self, name: str) -> SafetensorsFile:
         file = self._where.get(name)
         if file is None:
             raise DataLoss(f"{self.directory}: tensor {name} is in none of {len(self._files)} files")
-        return file.read(name)
+        return file
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file(name).entries[name].shape
+
+    def read(self, name: str) -> RawTensor:
+        return self._file(name).read(name)
 
     def total_bytes(self) -> int:
         return sum(e.nbytes for file in self._files for e in file.entries.values())

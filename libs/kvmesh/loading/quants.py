@@ -94,7 +94,7 @@ _DEQUANTIZE: dict[str, Callable[[Bytes], Floats]] = {
     "Q4_K": _q4_k,
     "Q6_K": _q6_k,
 }
-# 2^15 blocks of 32 elements keep the temporaries of a chunk in cache: twice as fast as whole tensors.
+# 2^13 blocks at a time keep a chunk's temporaries in cache.
 _CHUNK_BLOCKS = 1 << 13
 
 
@@ -114,6 +114,8 @@ def dequantize(raw: Bytes, type_name: str, block_bytes: int, shape: tuple[int, .
     if not len(blocks):
         return out
     flat = out.reshape(len(blocks), -1)
-    for at in range(0, len(blocks), _CHUNK_BLOCKS):
-        flat[at : at + _CHUNK_BLOCKS] = convert(blocks[at : at + _CHUNK_BLOCKS])
+    # A corrupt scale may be inf or NaN: that is the file's value, not a warning of ours.
+    with np.errstate(invalid="ignore", over="ignore"):
+        for at in range(0, len(blocks), _CHUNK_BLOCKS):
+            flat[at : at + _CHUNK_BLOCKS] = convert(blocks[at : at + _CHUNK_BLOCKS])
     return out

@@ -15,6 +15,7 @@ from kvmesh.errors import DataLoss, InvalidArgument, NotFound
 from kvmesh.loading.checkpoint import RawTensor
 
 MAX_HEADER_BYTES = 100 << 20
+MAX_DIMS = 8
 
 _DTYPES: dict[str, tuple[Literal["fp32", "fp16", "bf16"], str]] = {
     "F32": ("fp32", "<f4"),
@@ -74,7 +75,10 @@ class SafetensorsFile:
             numbers = (*shape, begin, end)
         except (TypeError, KeyError, ValueError):
             raise DataLoss(f"{self.path}: the header entry of {name} is malformed (corrupt)") from None
-        if not all(isinstance(n, int) and n >= 0 for n in numbers) or begin > end:
+        # type, not isinstance: true and false are ints in Python. No extent is longer than the file, also where another
+        # one is 0; numpy could not even say such a shape.
+        possible = all(type(n) is int and 0 <= n <= size for n in numbers)
+        if not possible or begin > end or len(shape) > MAX_DIMS:
             raise DataLoss(f"{self.path}: the header entry of {name} has impossible sizes (corrupt)")
         if base + end > size:
             raise DataLoss(

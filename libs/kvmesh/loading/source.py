@@ -41,19 +41,21 @@ def _package_gguf(package: str) -> Path:
 
 
 def resolve(spec: str) -> ModelSource:
-    """`smollm2`, `scripted`, a path to a .gguf, or a Hugging Face directory. NotFound for anything else."""
+    """`smollm2` (or its name for clients), `scripted`, a .gguf file, or a Hugging Face directory; else NotFound."""
     if spec == SCRIPTED:
         return ModelSource(spec, "scripted", None, SCRIPTED)
-    if spec in _PACKAGES:
-        package, name = _PACKAGES[spec]
+    known = spec if spec in _PACKAGES else next((key for key, (_, name) in _PACKAGES.items() if name == spec), "")
+    if known:
+        package, name = _PACKAGES[known]
         return ModelSource(spec, "gguf", _package_gguf(package), name)
     path = Path(spec).expanduser()
     if path.is_dir():
         return ModelSource(spec, "hf", path, path.resolve().name)
     if path.is_file():
         return ModelSource(spec, "gguf", path, path.stem)
-    known = ", ".join([*_PACKAGES, SCRIPTED])
-    raise NotFound(f"model {spec!r} is neither a .gguf file, a directory, nor one of: {known}")
+    raise NotFound(
+        f"model {spec!r} is neither a .gguf file, a directory, nor one of: {', '.join([*_PACKAGES, SCRIPTED])}"
+    )
 
 
 def open_checkpoint(source: ModelSource) -> Checkpoint:

@@ -33,10 +33,14 @@ class WeightReader:
         """Whether the checkpoint holds `name`."""
         return name in self._names
 
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Before memory is taken: the config may be corrupt and ask for terabytes."""
+        stored = self.checkpoint.shape(name)
+        if stored != shape:
+            raise DataLoss(f"tensor {name} is {stored}, the config asks for {shape}")
+
     def _fill(self, out: torch.Tensor, name: str) -> None:
         raw = self.checkpoint.read(name)
-        if tuple(raw.data.shape) != tuple(out.shape):
-            raise DataLoss(f"tensor {name} is {tuple(raw.data.shape)}, the config asks for {tuple(out.shape)}")
         out.copy_(_as_torch(raw))
         self._done += raw.stored_bytes
         if self._progress:
@@ -44,12 +48,15 @@ class WeightReader:
 
     def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """One tensor of exactly `shape`."""
+        self._check(name, tuple(shape))
         out = torch.empty(tuple(shape), dtype=self.dtype)
         self._fill(out, name)
         return out
 
     def fused(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> torch.Tensor:
         """Several tensors (rows[i], *rest) stacked along dim 0, filled in place: no second copy of the weights."""
+        for name, count in zip(names, rows, strict=True):
+            self._check(name, (count, *rest))
         out = torch.empty((sum(rows), *rest), dtype=self.dtype)
         at = 0
         for name, count in zip(names, rows, strict=True):

@@ -91,8 +91,9 @@ class NativeLlama:
         cos_sin = self.rotary.ensure(plan.max_position + 1)[plan.positions]
         scratch = self._scratch(rows)
         longest = -(-(plan.max_position + 1) // structs.LANES) * structs.LANES
-        if self._scores.numel() < threads * longest:
-            self._scores = torch.empty(threads * longest * 2, dtype=torch.float32)
+        need = threads * structs.GROUP * longest
+        if self._scores.numel() < need:
+            self._scores = torch.empty(2 * need, dtype=torch.float32)
         step = structs.Step(
             rows,
             plan.num_decode,

@@ -77,6 +77,8 @@ def _options(
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        # Without this the receive window grows to megabytes, and a sender does not notice for minutes that we stalled.
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),

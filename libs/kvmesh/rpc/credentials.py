@@ -11,7 +11,7 @@ TOML (or JSON of the same shape):
     [tenants.acme]                    # optional; what is left out has the default
     cache = "semantic"                # off | exact | semantic
     tau = 0.95
-    models = ["smollm2-135m", "auto"] # ["*"] = all
+    models = ["SmolLM2-135M-Instruct", "auto"] # ["*"] = all
     max_tokens = 2048                 # per request; 0 = no limit
     max_concurrent = 16               # requests at a time; 0 = no limit
 

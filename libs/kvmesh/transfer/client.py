@@ -38,7 +38,8 @@ from kvmesh.transfer.wire import MAX_HELLO_BYTES, PROTOCOL, FrameSocket, open_un
 
 log = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 15.0
+# A sidecar's own limits (link, bind) are shorter: this one is for a sidecar that hangs.
+CALL_TIMEOUT_S = 30.0
 # Linux 6.5; Python has no name for it yet.
 _SO_PEERPIDFD = 77
 _BY_REASON: dict[str, type[KvmeshError]] = {
@@ -101,6 +102,8 @@ class SidecarClient:
         self._frames: FrameSocket | None = None
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._calls: dict[int, asyncio.Future[pb.SidecarMessage]] = {}
+        # Those after which the sidecar may read our pages.
+        self._page_calls: dict[int, asyncio.Future[pb.SidecarMessage]] = {}
         self._answers: dict[int, Callable[[pb.SidecarMessage], None]] = {}
         self._call_ids = itertools.count(1)
         self._slots: dict[tuple[int, int], SlotHandle] = {}
@@ -262,7 +265,10 @@ class SidecarClient:
     ) -> TransferHandle:
         """Begin to send `pages` (pages[group][0] is block descriptor.first_block). The first `ready_pages` leave at
         once, all layers; the others with step records or `send_pages`. Raises KvmeshError when refused; nothing of
-        the pages is in use then. Cancelled, it cancels the transfer."""
+        the pages is in use then. Cancelled, it cancels the transfer.
+
+        No time limit: a sidecar that does not answer may have begun to read the pages. Where it is lost before its
+        answer, this raises once it has exited or taken this engine in anew, as `TransferHandle.done` does."""
         request = pb.StartTransfer(
             descriptor=descriptor, pages=groups_to_proto(pages), ready_pages=ready_pages, traceparent=traceparent
         )
@@ -277,7 +283,12 @@ class SidecarClient:
                 made.append(handle)
 
         try:
-            await self._call(pb.EngineMessage(start_transfer=request), on_answer=on_answer, undo=self._undo_transfer)
+            await self._call(
+                pb.EngineMessage(start_transfer=request),
+                on_answer=on_answer,
+                undo=self._undo_transfer,
+                uses_pages=True,
+            )
         except asyncio.CancelledError:
             if made:
                 await self.cancel_transfer(made[0], "the caller was cancelled")
@@ -323,8 +334,11 @@ class SidecarClient:
             if not future.done():
                 future.set_exception(error)
         self._calls.clear()
+        # It may still read our pages, and send what it finds there.
+        for future in self._page_calls.values():
+            self._writers.when_gone(partial(_refuse, future, error), only=self._sidecar)
+        self._page_calls.clear()
         for transfer in self._transfers.values():
-            # It may still read our pages, and send what it finds there.
             self._writers.when_gone(partial(_reject, transfer.done, error.message), only=self._sidecar)
         self._transfers.clear()
         slots, self._slots = self._slots, {}
@@ -353,8 +367,10 @@ class SidecarClient:
         *,
         on_answer: Callable[[pb.SidecarMessage], None] | None = None,
         undo: Callable[[pb.SidecarMessage], None] | None = None,
+        uses_pages: bool = False,
     ) -> pb.SidecarMessage:
-        """One request and its answer. `undo` gets an answer that comes when nobody waits any more."""
+        """One request and its answer. `undo` gets an answer that comes when nobody waits any more. uses_pages: it does
+        not fail while the sidecar may still act on it."""
         if self._closed:
             raise Unavailable("the sidecar is lost")
         call_id = next(self._call_ids)
@@ -371,15 +387,16 @@ class SidecarClient:
                 future.set_result(answer)
 
         self._answers[call_id] = settle
-        self._calls[call_id] = future
+        calls = self._page_calls if uses_pages else self._calls
+        calls[call_id] = future
         try:
             self._send(message, fds)
-            async with asyncio.timeout(CALL_TIMEOUT_S):
+            async with asyncio.timeout(None if uses_pages else CALL_TIMEOUT_S):
                 answer = await future
         except TimeoutError:
             raise DeadlineExceeded(f"no answer from the sidecar within {CALL_TIMEOUT_S:g} s") from None
         finally:
-            self._calls.pop(call_id, None)
+            calls.pop(call_id, None)
         if answer.WhichOneof("body") == "refused":
             cls = _BY_REASON.get(answer.refused.reason, Unavailable)
             raise cls(answer.refused.message)
@@ -459,6 +476,11 @@ class SidecarClient:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def _refuse(future: asyncio.Future[pb.SidecarMessage], error: KvmeshError) -> None:
+    if not future.done():
+        future.set_exception(error)
 
 
 def _reject(future: asyncio.Future[int], reason: str) -> None:

@@ -106,10 +106,12 @@ class SidecarLink:
                     on_lost=self._on_client_lost,
                     writers=self._writers,
                 )
-            except KvmeshError as error:
-                if error.message != self.error:
-                    log.warning("no sidecar yet: %s", error.message)
-                self.error = error.message
+            except (KvmeshError, OSError) as error:
+                # OSError: no descriptor is left, or the sidecar died in the middle of it. Neither lasts for ever.
+                reason = error.message if isinstance(error, KvmeshError) else str(error)
+                if reason != self.error:
+                    log.warning("no sidecar yet: %s", reason)
+                self.error = reason
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, BACKOFF_S[1])
                 continue

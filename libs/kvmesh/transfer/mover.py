@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvmesh.errors import DataLoss, Internal, KvmeshError
+from kvmesh.errors import DataLoss, Internal, KvmeshError, Unavailable
+from kvmesh.transfer.poller import Poller, sharpen_timers
 from kvmesh.transfer.sends import Send, SendEvent, SendTable
 from kvmesh.transfer.transports.base import Outbound
 from kvmesh.transfer.watcher import IDLE_S, RingWatcher
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # What one link moves before the others, and commands, have their turn.
-TURN_BYTES = 4 << 20
+TURN_BYTES = 8 << 20
 CALL_TIMEOUT_S = 30.0
 
 
@@ -56,9 +57,9 @@ class Mover:
         self._table: SendTable | None = None
         self._watcher: RingWatcher | None = None
         self._links: dict[Outbound, bool] = {}
-        self._fds: dict[Outbound, dict[int, int]] = {}
-        self._poller = select.poll()
-        self._poller.register(self._wake, select.POLLIN)
+        self._fds: dict[Outbound, set[int]] = {}
+        self._poller = Poller()
+        self._poller.set(self._wake, select.POLLIN)
         # Turns that found something to do, and all turns: for tests of idleness.
         self.turns = 0
 
@@ -100,7 +101,7 @@ class Mover:
             self._table = table
             self._watcher = watcher
             if watcher is not None:
-                self._poller.register(watcher.eventfd, select.POLLIN)
+                self._poller.set(watcher.eventfd, select.POLLIN)
 
         await self.call(attach)
 
@@ -109,7 +110,7 @@ class Mover:
 
         def detach() -> None:
             if self._watcher is not None:
-                self._poller.unregister(self._watcher.eventfd)
+                self._poller.remove(self._watcher.eventfd)
                 self._watcher.close()
             self._table = self._watcher = None
 
@@ -140,6 +141,9 @@ class Mover:
         def start() -> None:
             if self._table is None:
                 raise Internal("no engine is registered")
+            if send.outbound not in self._links:
+                # Nobody would ever collect its completions.
+                raise Unavailable("the link is gone")
             self._table.start(send, ready_pages)
 
         await self.call(start)
@@ -190,6 +194,7 @@ class Mover:
         os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
+        sharpen_timers()
         while not self._stopping:
             try:
                 self.turns += 1
@@ -242,7 +247,7 @@ class Mover:
     def _engine_fault(self, reason: str) -> None:
         assert self._watcher is not None
         assert self._table is not None
-        self._poller.unregister(self._watcher.eventfd)
+        self._poller.remove(self._watcher.eventfd)
         self._watcher.close()
         self._watcher = None
         self._table.stop_all(reason)
@@ -254,24 +259,15 @@ class Mover:
             self._loop.call_soon_threadsafe(function, *args)
 
     def _sleep(self) -> None:
-        timeout, precise = IDLE_S, False
+        timeout = IDLE_S
         if self._watcher is not None and self._table is not None:
-            timeout, precise = self._watcher.sleep_s(self._table)
+            timeout = self._watcher.sleep_s(self._table)
         for outbound in self._links:
             self._watch(outbound, outbound.wait_fds())
             at = outbound.wake_at()
             if at is not None:
                 timeout = min(timeout, max(0.0, at - time.monotonic()))
-                precise = True
-        if precise:
-            # poll's clock has milliseconds: too coarse for a layer.
-            ready = self._poller.poll(0)
-            if not ready:
-                time.sleep(min(timeout, 0.01))
-                ready = self._poller.poll(0)
-        else:
-            ready = self._poller.poll(timeout * 1000)
-        for fd, _ in ready:
+        for fd in self._poller.wait(timeout):
             if fd == self._wake:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
@@ -280,14 +276,12 @@ class Mover:
 
     def _watch(self, outbound: Outbound, wanted: list[tuple[int, int]]) -> None:
         """Bring the poll set up to date with what this link waits for."""
-        mine = self._fds.setdefault(outbound, {})
-        for fd in [fd for fd in mine if fd not in dict(wanted)]:
-            with contextlib.suppress(KeyError):
-                self._poller.unregister(fd)
-            del mine[fd]
+        mine = self._fds.setdefault(outbound, set())
+        for fd in mine - {fd for fd, _ in wanted}:
+            self._poller.remove(fd)
+            mine.discard(fd)
         for fd, mask in wanted:
-            if mine.get(fd) != mask:
-                self._poller.register(fd, mask)
-                mine[fd] = mask
+            self._poller.set(fd, mask)
+            mine.add(fd)
         if not mine:
             del self._fds[outbound]

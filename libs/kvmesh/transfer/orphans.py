@@ -75,9 +75,6 @@ class Writers:
             self._waiting.append(_Waiting(links, done))
 
     def close(self) -> None:
-        """Forget everything; what waits is told never."""
-        for pidfd in self._pidfds.values():
-            self._loop.remove_reader(pidfd)
-            os.close(pidfd)
-        self._pidfds.clear()
-        self._waiting.clear()
+        """The memory itself comes to its end: nobody will use it again, so whoever waits may go on."""
+        for link_id in list(self._pidfds):
+            self.gone(link_id)

@@ -29,6 +29,9 @@ from kvmesh.transfer.transports.base import Completion, Outbound, Write
 
 # A longer run would keep a cancel waiting, and other transfers of the same thread.
 MAX_RUN_BYTES = 1 << 20
+# A write that has begun runs to its end, also when it is aborted.
+MAX_WRITE_BYTES = 8 << 20
+MAX_WRITE_RUNS = 8192
 
 
 class SendState(enum.Enum):
@@ -60,6 +63,7 @@ class Send:
     by_peer: bool = False
     outstanding: int = 0
     written: int = 0
+    runs: int = 0
     claimed: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
@@ -129,7 +133,6 @@ class SendTable:
         self._contexts = itertools.count(1)
         self._records: deque[_Record] = deque()
         self._events: list[SendEvent] = []
-        self.writes_posted = 0
         # Completions of writes that are not outstanding: duplicates.
         self.stray_completions = 0
         # Entries of step records whose transfer is over.
@@ -209,6 +212,10 @@ class SendTable:
         posted = False
         while self._records:
             record = self._records[0]
+            if not any(claim.send.state is SendState.RUNNING for claim in record.claims):
+                # Nobody waits for its layers: a step that failed may never ring them.
+                self._records.popleft()
+                continue
             reached = min(record.num_layers, doorbell - record.first_value + 1)
             for layer in range(record.next_layer, reached):
                 group, index = self._places[layer]
@@ -306,10 +313,21 @@ class SendTable:
         return result
 
     def _post(self, send: Send, rows: _Rows, src: Column, dst: Column, length: Column, nbytes: int) -> None:
+        send.runs += len(length)
+        if len(length) > MAX_WRITE_RUNS or nbytes > MAX_WRITE_BYTES:
+            # Cut before the run that passes a multiple of the limit: a part may be longer by less than one run.
+            by_bytes = np.diff((np.cumsum(length) - 1) // MAX_WRITE_BYTES)
+            by_runs = np.diff(np.arange(len(length)) // MAX_WRITE_RUNS)
+            cuts = np.flatnonzero(by_bytes | by_runs) + 1
+            for part in np.split(np.arange(len(length)), cuts):
+                self._post_one(send, rows, src[part], dst[part], length[part], int(length[part].sum()))
+        else:
+            self._post_one(send, rows, src, dst, length, nbytes)
+
+    def _post_one(self, send: Send, rows: _Rows, src: Column, dst: Column, length: Column, nbytes: int) -> None:
         context = next(self._contexts)
         self._writes[context] = send
         send.outstanding += 1
-        self.writes_posted += len(length)
         send.outbound.post(
             Write(
                 context,

@@ -81,8 +81,8 @@ class RingWatcher:
         self._waiting = waiting
         return posted
 
-    def sleep_s(self, table: SendTable) -> tuple[float, bool]:
-        """(seconds until the next look, True where a signal will not come and the look itself must not be missed)."""
+    def sleep_s(self, table: SendTable) -> float:
+        """Seconds until the next look, where no eventfd asks for one before."""
         if table.awaiting_doorbell is not None:
             age = time.monotonic() - self._changed
             if age < SURE * self._layer_s:
@@ -91,10 +91,10 @@ class RingWatcher:
                 wait = MIN_SLEEP_S
             else:
                 wait = age * LATE_PART
-            return min(max(wait, MIN_SLEEP_S), MAX_SLEEP_S), True
+            return min(max(wait, MIN_SLEEP_S), MAX_SLEEP_S)
         if table.awaiting_pages:
-            return (NOTIFIED_S if self._notified else UNNOTIFIED_S), False
-        return IDLE_S, False
+            return NOTIFIED_S if self._notified else UNNOTIFIED_S
+        return IDLE_S
 
     def close(self) -> None:
         """Let go of the shared memory."""

@@ -24,6 +24,8 @@ MAX_FRAME_BYTES = 4 << 20
 MAX_HELLO_BYTES = 1 << 20
 MAX_BACKLOG_BYTES = 64 << 20
 LINGER_S = 1.0
+# Of a peer that closed its reading side: more than any socket's buffer holds.
+MAX_LAST_READS = 64
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 256 << 10
 
@@ -162,7 +164,15 @@ class FrameSocket:
             self.close()
         self._on_closed(error)
 
-    def _readable(self) -> None:
+    def _lost(self, error: KvmeshError) -> None:
+        """Writing failed. What the peer said before its end still counts: a word that it gave memory away above all."""
+        for _ in range(MAX_LAST_READS):
+            if self._ended or self._refusing or not self._readable():
+                break
+        self._end(error)
+
+    def _readable(self) -> bool:
+        """Read once; True where bytes came."""
         try:
             if self._unix:
                 data, fds = recv_with_fds(self._sock, _READ_BYTES, self._max_fds)
@@ -170,16 +180,16 @@ class FrameSocket:
             else:
                 data = self._sock.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except KvmeshError as error:
             self._end(error, linger=True)
-            return
+            return False
         except OSError as error:
             self._end(Unavailable(f"connection lost: {error.strerror}"))
-            return
+            return False
         if not data:
             self._end(DataLoss("the peer closed the connection inside a frame") if self._in else None)
-            return
+            return False
         try:
             self._in += data
             self._parse()
@@ -189,6 +199,7 @@ class FrameSocket:
             self._end(InvalidArgument("a frame does not hold the message that is spoken here"), linger=True)
         except KvmeshError as error:
             self._end(error, linger=True)
+        return True
 
     def _parse(self) -> None:
         at = 0
@@ -224,7 +235,7 @@ class FrameSocket:
             pass
         except OSError as error:
             # Not from inside the caller's send(): it would see its own state change under its feet.
-            self._loop.call_soon(self._end, Unavailable(f"connection lost: {error.strerror}"))
+            self._loop.call_soon(self._lost, Unavailable(f"connection lost: {error.strerror}"))
             self._loop.remove_writer(self._sock.fileno())
             self._paused = False
             return

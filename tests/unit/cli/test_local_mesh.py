@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -12,11 +13,15 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from kvmesh.cli.plan import MeshOptions, MeshPlan, plan_mesh
+from typer.testing import CliRunner
+
+from kvmesh.cli.main import app
+from kvmesh.cli.plan import MeshOptions, MeshPlan, plan_mesh, unknown_setting
 from kvmesh.cli.process import Process, ProcessSpec
 from kvmesh.cli.state import MeshState, read_state, remove_state, write_state
 from kvmesh.cli.supervisor import StartFailed, Supervisor
 from kvmesh.cli.up import free_port
+from kvmesh.rpc.credentials import Credentials
 
 # A stand-in service: writes its ready file, serves grpc.health.v1, ends on SIGTERM.
 SERVICE = textwrap.dedent(
@@ -56,7 +61,9 @@ async def wait_for(condition, timeout_s: float = 20.0) -> None:  # type: ignore[
 
 def test_plan_starts_router_then_sidecars_then_engines_and_gateway(tmp_path: Path) -> None:
     options = MeshOptions(prefill=2, decode=3, unified=1, router_port=7001, gateway_port=7002)
-    plan = plan_mesh(options, tmp_path, redis=("redis-server",), redis_url="unix:///x")
+    plan = plan_mesh(
+        options, tmp_path, free_port=itertools.count(9000).__next__, redis=("redis-server",), redis_url="unix:///x"
+    )
     names = [[spec.name for spec in stage] for stage in plan.stages]
     assert names[0] == ["redis", "router"]
     assert len(names[1]) == 6
@@ -82,7 +89,7 @@ def test_every_flag_of_the_plan_is_a_setting(tmp_path: Path) -> None:
         "kvtransfer": KvTransferSettings,
     }
     options = MeshOptions(router_port=7001, gateway_port=7002, threads=2, unified=1, settings={"decode.max_batch": "7"})
-    plan = plan_mesh(options, tmp_path, redis_url="unix:///x/redis.sock")
+    plan = plan_mesh(options, tmp_path, free_port=lambda: 9000, redis_url="unix:///x/redis.sock")
     for spec in plan.specs:
         service = spec.argv[2].removeprefix("services.")
         settings = build_settings(schemas[service], spec.argv[3:])
@@ -177,3 +184,62 @@ def test_state_of_a_dead_mesh_is_not_believed(tmp_path: Path, monkeypatch: pytes
     assert path.exists(), "another mesh's file is not ours to remove"
     path.write_text("{broken")
     assert read_state() is None
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        ("decode.max_batch", ""),
+        ("gateway.tls.cert", ""),
+        ("decode.max-batch", ""),
+        ("decoder.max_batch", "no service 'decoder'"),
+        ("decode.max_bach", "no setting 'max_bach'"),
+        ("redis.port", "no service"),
+    ],
+)
+def test_a_setting_that_does_not_exist_is_said_so(key: str, problem: str) -> None:
+    found = unknown_setting(key)
+    assert (problem in found) if problem else not found
+
+
+def test_a_drain_is_shorter_than_the_patience_of_the_supervisor(tmp_path: Path) -> None:
+    plan = plan_mesh(MeshOptions(), tmp_path, free_port=lambda: 9000)
+    for spec in plan.specs:
+        (drain,) = [float(arg.partition("=")[2]) for arg in spec.argv if arg.startswith("--drain-timeout-s=")]
+        assert drain + 5 <= spec.stop_timeout_s
+
+
+async def test_hurry_ends_a_child_that_drains(tmp_path: Path) -> None:
+    """The first SIGTERM drains, the second ends: as the services do."""
+    code = SERVICE.replace("await server.stop(0)", "stop.clear(); await stop.wait(); await server.stop(0)")
+    supervisor = Supervisor(MeshPlan(((stand_in(tmp_path, "slow", code),),), "", ""), tmp_path)
+    await supervisor.start()
+    stopping = asyncio.create_task(supervisor.stop())
+    process = supervisor.processes["slow"]
+    done, _ = await asyncio.wait({stopping}, timeout=0.5)
+    assert not done
+    supervisor.hurry()
+    async with asyncio.timeout(10):
+        await stopping
+    assert await process.exited == 0
+
+
+def test_a_new_key_is_a_record_that_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a narrow screen too: no line is broken."""
+    monkeypatch.setenv("COLUMNS", "30")
+    made = CliRunner().invoke(app, ["key", "acme"])
+    first, _, record = made.output.partition("\n")
+    file = tmp_path / "keys.toml"
+    file.write_text(record)
+    assert Credentials(file).lookup(first.rpartition(" ")[2]).tenant == "acme"
+    for bad in ('a"b', "a b", "", "x" * 129):
+        assert CliRunner().invoke(app, ["key", bad]).exit_code == 2
+
+
+def test_status_with_an_unusable_token_file_says_so(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("")
+    for file in (tmp_path / "missing", empty):
+        result = CliRunner().invoke(app, ["status", "--router=127.0.0.1:1", f"--token-file={file}"])
+        assert result.exit_code == 2
+        assert "mesh token" in result.output

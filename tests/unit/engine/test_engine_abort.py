@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+
 from kvmesh.engine.core import Mode, RequestKey
 from kvmesh.engine.sequence import OVER, TRANSITIONS, SeqState
 from kvmesh.errors import Cancelled, DeadlineExceeded
-
 from tests.unit.engine.world import World, error_of
 
 LIVE = [state for state in SeqState if state not in OVER]

@@ -9,11 +9,11 @@ import time
 from collections import Counter
 
 import pytest
+
 from kvmesh.engine.core import CoreEvent, Ended, EngineRequest, Mode, RequestKey, Tokens
 from kvmesh.engine.runner import SamplingParams, StepBatch, StepResult
 from kvmesh.engine.sequence import SeqState
 from kvmesh.errors import Cancelled, DataLoss, Internal, InvalidArgument, Unavailable
-
 from tests.unit.engine.world import BASES, World, error_of
 
 WAIT = 20.0

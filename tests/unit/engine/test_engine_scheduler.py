@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from kvmesh.engine.admission import EngineConfig
 from kvmesh.engine.core import EngineRequest, FinishReason, Mode, RequestKey
 from kvmesh.engine.runner import SamplingParams
 from kvmesh.engine.scripted import EOS, ScriptedModel, scripted_output
 from kvmesh.errors import DeadlineExceeded, InvalidArgument, Overloaded, TooLarge
-
 from tests.unit.engine.world import BASES, World, error_of
 
 TINY = {"layers": 2, "kv_heads": 1, "head_dim": 8}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from kvmesh.engine.core import Mode
 from kvmesh.engine.failures import SequencesFailed
 from kvmesh.engine.runner import SampleInput, SamplingParams, Slice, StepBatch
 from kvmesh.engine.scripted import EOS, ScriptedModel, ScriptedRunner, history_digest, scripted_token
 from kvmesh.errors import FailedPrecondition
 from kvmesh.kv.ring import DOORBELL_BYTES, Doorbell
-
 from tests.unit.engine.world import BASES, World, error_of
 
 

@@ -8,11 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from conftest import World
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from gateway_world import World
 from kvmesh.client import Client, SyncClient
 from kvmesh.errors import InvalidArgument, NotFound, Unavailable, WorkerLost
 from kvmesh.telemetry import names, tracing
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 
 async def hold(request: Any) -> None:

@@ -5,9 +5,9 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvmesh.loading.tokenizer import TokenizerBundle, load_tokenizer, scripted_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from kvmesh.loading.tokenizer import TokenizerBundle, load_tokenizer, scripted_tokenizer
 from services.gateway.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from services.gateway.tokenizers import ModelTokenizer
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvmesh.errors import Overloaded
 from kvmesh.proto.v1 import engine_pb2
-
 from services.gateway.fairqueue import FairQueue, Ticket
 from services.gateway.link import Seats
 

@@ -10,9 +10,18 @@ from typing import Any
 
 import grpc
 import pytest
-from conftest import World, end_of, kinds, next_event, rest, text_of
+
 from gateway_fakes import FakeWorker
-from kvmesh.errors import Internal, InvalidArgument, KvmeshError, Overloaded, Unavailable
+from gateway_world import World, end_of, kinds, next_event, rest, text_of
+from kvmesh.errors import (
+    Internal,
+    InvalidArgument,
+    KvmeshError,
+    Overloaded,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.status import from_rpc_error
@@ -607,3 +616,49 @@ async def test_a_retiring_worker_finishes_what_it_runs(world: World) -> None:
     await world.until(lambda: not world.server.ready)
     worker.answer(request, "done")
     assert text_of(await rest(call)) == "done"
+
+
+# --- the end of the gateway
+
+
+async def test_requests_that_outlast_the_drain_get_their_terminal_event(world: World) -> None:
+    worker = await world.worker()
+    worker.on_submit = hold
+    await world.start(static=True, drain_timeout_s=0.6)
+    call = world.chat()
+    assert (await next_event(call)).HasField("accepted")
+    draining = asyncio.create_task(world.server.drain(world.gateway.drain))
+    (event,) = await rest(call)
+    assert (event.error.reason, event.error.retryable) == ("UNAVAILABLE", True)
+    await draining
+    assert world.idle()
+
+
+async def test_a_drain_does_not_wait_when_nothing_runs(world: World) -> None:
+    await world.worker()
+    await world.start(static=True, drain_timeout_s=30.0)
+    await world.ask()
+    async with asyncio.timeout(5):
+        await world.server.drain(world.gateway.drain)
+
+
+async def test_a_tokenizer_that_does_not_load_ends_at_the_limit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.worker()
+    await world.start(static=True)
+    monkeypatch.setattr(world.gateway.tokenizers, "_get", lambda spec: asyncio.Event().wait())
+    error = await end_of(world.chat(limits=pb.Limits(ttft_ms=50)))
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert from_rpc_error(error).details["limit"] == "time to first token"
+    await world.until(world.idle)
+
+
+@pytest.mark.parametrize("refusal", [Unauthenticated("no"), PermissionDenied("no")])
+async def test_a_worker_that_refuses_the_gateway_does_not_blame_the_client(world: World, refusal: KvmeshError) -> None:
+    first = await world.worker("first")
+    first.refuse = refusal
+    router = await world.router()
+    await world.start()
+    assert (await end_of(world.chat())).code() is grpc.StatusCode.UNAVAILABLE
+    router.workers.append(await world.worker("second", text="served"))
+    router.tell()
+    assert text_of(await world.ask()) == "served"

@@ -8,7 +8,8 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from conftest import World, next_event, text_of
+
+from gateway_world import World, next_event, text_of
 from kvmesh.proto.v1 import inference_pb2 as pb
 
 

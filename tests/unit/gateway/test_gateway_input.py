@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
-from conftest import World, end_of, rest, text_of
+
+from gateway_world import World, end_of, rest, text_of
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.status import from_rpc_error
 

@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from conftest import World, end_of, kinds, rest, text_of
+
 from gateway_fakes import EOS, FakeWorker
+from gateway_world import World, end_of, kinds, rest, text_of
 from kvmesh.proto.v1 import engine_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 

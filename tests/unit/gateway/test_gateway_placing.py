@@ -6,10 +6,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from conftest import World, end_of, kinds, text_of
+
+from gateway_world import World, end_of, kinds, text_of
 from kvmesh.errors import Internal, InvalidArgument, NotFound
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
+from services.gateway.job import inner_salt
 
 
 async def test_an_alias_that_the_router_reads_otherwise(world: World) -> None:
@@ -95,7 +97,7 @@ async def test_the_routers_prefill_targets_go_with_the_pair(world: World) -> Non
     await world.ask(cache_salt="salt")
     (request,) = worker.submits.items
     assert list(request.prefill) == [target]
-    assert request.cache_salt == "salt"
+    assert request.cache_salt == inner_salt("local", "salt")
     assert request.prompt_len == len(request.token_ids)
     assert request.attempt == 0
 

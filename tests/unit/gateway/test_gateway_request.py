@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from opentelemetry.trace import INVALID_SPAN
+
 from gateway_fakes import MODEL
 from kvmesh.errors import Cancelled, KvmeshError
 from kvmesh.loading.tokenizer import scripted_tokenizer
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.limits import RequestLimits
-from opentelemetry.trace import INVALID_SPAN
-
 from services.gateway.inbox import Inbox
 from services.gateway.job import Job
 from services.gateway.observe import Observer

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from conftest import World, kinds, text_of
+from gateway_world import World, kinds, text_of
 from kvmesh.proto.v1 import engine_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.telemetry import metrics, names

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvmesh.errors import FailedPrecondition, InvalidArgument, TooLarge
 from kvmesh.loading.tokenizer import CHATML_TEMPLATE, load_tokenizer
-
 from services.gateway.templates import ChatTemplate
 from services.gateway.tokenizers import ModelTokenizer
 

@@ -8,12 +8,17 @@ from typing import Any
 
 import grpc
 import pytest
-from conftest import World, end_of, kinds, next_event, rest, text_of
-from kvmesh.config import ServiceSettings
+
+from gateway_world import World, end_of, kinds, next_event, rest, text_of
+from kvmesh.config import GatewaySettings, ServiceSettings
+from kvmesh.errors import FailedPrecondition
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
+from kvmesh.rpc import BackgroundTasks, RpcServer, ServiceContext
 from kvmesh.rpc.credentials import hash_key
 from kvmesh.rpc.status import from_rpc_error
+from services.gateway.app import Gateway
+from services.gateway.job import inner_salt
 
 TOKEN = "mesh-token-for-tests"
 
@@ -71,6 +76,18 @@ async def test_the_tenant_comes_from_the_key_and_travels_inside(world: World, se
             await call
 
 
+async def test_tenants_without_proof_of_the_gateway_do_not_start(secured: Any, monkeypatch: Any) -> None:
+    """Every tenant would be refused by the workers, each request with a status that blames its key."""
+    monkeypatch.delenv("KVMESH_MESH_TOKEN_FILE")
+    config = GatewaySettings(**secured)
+    server = RpcServer(config)
+    try:
+        with pytest.raises(FailedPrecondition, match="mesh_token_file"):
+            Gateway(ServiceContext(config, server, server.auth, BackgroundTasks()))
+    finally:
+        await server.close()
+
+
 async def test_rights_to_models(world: World, secured: Any) -> None:
     await world.worker()
     await world.start(static=True, **secured)
@@ -99,6 +116,39 @@ async def test_a_tenants_limits_hold_and_are_given_back(world: World, secured: A
     error = await end_of(world.chat(metadata=key, sampling={"max_tokens": 21}))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert world.gateway.registry.held("a") == 0
+
+
+async def test_tenants_share_no_prefix_cache(world: World, secured: Any) -> None:
+    """A worker keys prefixes by salt alone, so the same prompt of two tenants must not carry the same one."""
+    secured["credentials_file"].write_text(CREDENTIALS.replace('models = ["other"]', ""))
+    worker = await world.worker()
+    router = await world.router()
+    await world.start(**secured)
+    for key in ("key-a", "key-b", "key-a"):
+        await world.ask("the same prompt", metadata=bearer(key))
+    a, b, again = [request.cache_salt for request in worker.submits.items]
+    assert a == again
+    assert a != b
+    assert [request.cache_salt for request in router.routes.items] == [a, b, a]
+    # Nor can a tenant reach another's by choosing the salt that stands for it.
+    await world.ask("the same prompt", metadata=bearer("key-b"), cache_salt=a)
+    assert worker.submits.items[-1].cache_salt not in (a, b)
+
+
+def test_inner_salts_are_apart_and_short_enough() -> None:
+    pairs = [
+        ("local", ""),
+        ("local", "a"),
+        ("a", ""),
+        ("a", "b"),
+        ("ab", ""),
+        ("a", "b" * 128),
+        ("local", inner_salt("a", "")),
+    ]
+    salts = [inner_salt(*pair) for pair in pairs]
+    assert len(set(salts)) == len(pairs)
+    assert salts[0] == ""
+    assert all(len(salt.encode()) <= 128 for salt in salts)
 
 
 async def test_ids_belong_to_tenants(world: World, secured: Any, tmp_path: Path) -> None:
@@ -189,7 +239,7 @@ async def test_what_the_cache_key_is_made_of(world: World, secured: Any) -> None
     assert not first.sampling.HasField("max_tokens")
     assert first.sampling.top_p == 1.0
     assert first.messages[0].content == "x"
-    assert (first.cache, first.tau, first.cache_salt) == (pb.CACHE_MODE_EXACT, 0.5, "salt")
+    assert (first.cache, first.tau, first.cache_salt) == (pb.CACHE_MODE_EXACT, 0.5, inner_salt("a", "salt"))
     assert (second.sampling.seed, second.sampling.max_tokens) == (7, 5)
     # Remembered answers hold no log-probabilities.
     assert second.cache == pb.CACHE_MODE_OFF

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvmesh.errors import InvalidArgument, TooLarge
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.credentials import Policy
-
 from services.gateway import validate
 from services.gateway.prepare import cache_mode
 from services.gateway.validate import Bounds, check_common, check_messages, check_token_ids, effective_sampling

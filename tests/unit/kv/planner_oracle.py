@@ -2,6 +2,7 @@
 indexing into each rank's region, and plans carried out byte by byte."""
 
 import numpy as np
+
 from kvmesh.kv.layout import KvGroup, KvLayout
 
 JUNK = 0xEEEE

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from kvmesh.errors import DeadlineExceeded, InvalidArgument, NotFound, TooLarge
 from kvmesh.kv.fds import close_fds, recv_with_fds, send_with_fds
 from kvmesh.kv.pidfd import check_pidfd, is_alive, open_pidfd, wait_exit

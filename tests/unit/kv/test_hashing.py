@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvmesh.errors import InvalidArgument
 from kvmesh.kv.prefix import base_seed, block_hashes, request_seed
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from kvmesh.errors import InvalidArgument, TooLarge
 from kvmesh.kv import planner
 from kvmesh.kv.layout import KvGroup, KvLayout, compatible, group_view
@@ -197,6 +198,22 @@ def test_refused_by_name(change, words):
         plan(**arguments)
 
 
+def test_an_expectation_that_no_plan_can_meet_is_refused():
+    here = layout()
+    for pages, more, words in (
+        ([1, 1], {}, "destination page is named twice"),
+        ([1, 12], {}, "destination page 12 is not in a pool of 12"),
+        ([1], {"num_tokens": 5}, "destination list has 1 pages, 2 are needed"),
+        ([1], {"dst_start": 2}, "destination list starts at token 2, inside a page"),
+        ([1, 2], {"kept_pages": [3]}, "1 pages are kept, 2 are needed"),
+        ([1], {"group": "window"}, "no kv group 'window'"),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            expected_bytes(here, here, pages, **(ok | more))
+    with pytest.raises(InvalidArgument, match="do not match"):
+        expected_bytes(layout(heads=4), here, [1], **ok)
+
+
 def test_layouts_too_large_for_an_offset_are_refused():
     """A peer's claim: int64 would wrap into some other page."""
     huge = KvLayout(1, "fp32", 1 << 16, (KvGroup("full", "full", (0, 1, 2), 2, 1 << 16),), 1 << 31)
@@ -219,6 +236,10 @@ def test_a_plan_of_too_many_rows_is_refused_before_it_is_made():
     shards = layout(1 << 12, heads=1 << 11, tp=1 << 11)
     with pytest.raises(TooLarge, match="rows"):
         plan(shards, dataclasses.replace(shards, tp=1), range(1 << 12), range(1 << 12), group="full")
+    with pytest.raises(TooLarge, match="rows"):
+        plan(shards, shards, range(1 << 12)[::-1], range(1 << 12), group="full")
+    # One merged row a rank.
+    assert len(plan(shards, shards, range(1 << 12), range(1 << 12), group="full")) == 1 << 11
     # Counting needs no rows.
     assert expected_bytes(wide, narrow, pages, group="full").sum() == 3 * (1 << 10) * narrow.page_bytes("full")
 

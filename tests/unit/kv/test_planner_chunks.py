@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.planner import expected_bytes, plan
 from planner_oracle import JUNK, carry_out, check, elements, kv_layout, lay, valid_tps

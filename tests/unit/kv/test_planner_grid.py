@@ -10,6 +10,7 @@ import os
 
 import numpy as np
 import pytest
+
 from kvmesh.kv.planner import expected_bytes, plan
 from planner_oracle import JUNK, carry_out, check, elements, heads_of, kv_layout, lay, valid_tps
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from kvmesh.errors import InvalidArgument
 from kvmesh.kv.layout import KvGroup, KvLayout
 from kvmesh.kv.sharding import feeds_between

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
 from kvmesh.errors import Internal, InvalidArgument
 from kvmesh.kv.freeruns import FreeRuns
 from kvmesh.kv.pool import PagePool, PageState

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
 from kvmesh.errors import Internal, InvalidArgument
 from kvmesh.kv.hashing import hash_block, request_seed
 from kvmesh.kv.pool import PagePool

@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import pytest
+
 from kvmesh.errors import InvalidArgument
 from kvmesh.kv.region import Region
 

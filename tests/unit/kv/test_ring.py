@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
 from kvmesh.errors import DataLoss, InvalidArgument
 from kvmesh.kv.region import Region
 from kvmesh.kv.ring import DOORBELL_BYTES, RING_HEADER_BYTES, Doorbell, StepEntry, StepRecord, StepRing

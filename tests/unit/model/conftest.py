@@ -10,9 +10,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from kvmesh.errors import NotFound
 from kvmesh.loading.source import resolve
-from transformers import AutoModelForCausalLM
 
 torch.set_num_threads(1)
 

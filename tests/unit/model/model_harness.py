@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
 from kvmesh.engine.runner import SampleInput, SamplingParams, Slice, StepBatch
 from kvmesh.engine.torch_runner import TorchRunner
 from kvmesh.kv.ring import DOORBELL_BYTES, Doorbell

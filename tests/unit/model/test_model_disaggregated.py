@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from kvmesh.engine.torch_runner import TorchRunner
 from kvmesh.kv.planner import plan
 from model_harness import Bench, assert_close

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+import time
 from pathlib import Path
 
 import gguf
@@ -13,6 +14,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from kvmesh.engine.torch_runner import TorchRunner
 from kvmesh.errors import DataLoss, InvalidArgument, KvmeshError, NotFound
 from kvmesh.loading.gguf import GgufFile
 from kvmesh.loading.gguf_model import GgufCheckpoint, unpermute
@@ -22,7 +26,6 @@ from kvmesh.loading.safetensors import SafetensorsFile
 from kvmesh.loading.source import describe, resolve
 from kvmesh.loading.tokenizer import from_gguf
 from model_tiny import make_tiny
-from safetensors.torch import save_file
 
 QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K")
 HEADS, KV_HEADS, DIM, HIDDEN, WIDE, VOCAB = 4, 2, 8, 32, 64, 48
@@ -201,6 +204,46 @@ def test_huge_claims_are_refused_before_allocation(tmp_path: Path) -> None:
             GgufFile(path)
 
 
+def with_number(raw: bytes, key: str, value: int) -> bytes:
+    """The file with another u32 under a metadata key."""
+    at = raw.index(key.encode()) + len(key) + 4
+    return raw[:at] + struct.pack("<I", value) + raw[at + 4 :]
+
+
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "feed_forward_length"])
+def test_huge_sizes_are_refused_before_allocation(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path)
+    raw = path.read_bytes()
+    path.write_bytes(with_number(raw, f"llama.{key}", (1 << 31) - 4))
+    started = time.process_time()
+    with pytest.raises(DataLoss):
+        TorchRunner.load(str(path), "fp32")
+    assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers"])
+def test_a_config_that_asks_for_terabytes_is_data_loss(tmp_path: Path, field: str) -> None:
+    make_tiny(tmp_path, "plain")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: (1 << 31) - 4}))
+    with pytest.raises(DataLoss):
+        TorchRunner.load(str(tmp_path), "fp32")
+
+
+def test_tensors_that_overlap_or_are_not_aligned_are_data_loss(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, "F32")
+    raw = path.read_bytes()
+    name = b"blk.0.attn_k.weight"
+    at = raw.index(name) + len(name) + 4 + 2 * 8 + 4  # after dimensions, shape and type
+    (offset,) = struct.unpack_from("<Q", raw, at)
+    for wrong, match in ((offset - 32, "overlap"), (offset + 4, "aligned")):
+        path.write_bytes(raw[:at] + struct.pack("<Q", wrong) + raw[at + 8 :])
+        with pytest.raises(DataLoss, match=match):
+            GgufFile(path)
+
+
 def test_not_a_gguf(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"PK\x03\x04" + bytes(100))
@@ -274,6 +317,9 @@ def test_corrupt_safetensors_headers(tmp_path: Path) -> None:
         {"a": {**entry, "data_offsets": [0, 1 << 60]}},
         {"a": {**entry, "data_offsets": [0]}},
         {"a": {**entry, "shape": [3]}},
+        {"a": {**entry, "shape": [1 << 70, 0], "data_offsets": [0, 0]}},
+        {"a": {**entry, "shape": [1] * 100 + [2]}},
+        {"a": {**entry, "shape": [True, 2]}},
     ):
         text = json.dumps(header).encode()
         path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
@@ -309,6 +355,10 @@ def test_missing_shard_and_bad_index(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, DataLoss),
         ({"vocab_size": 1 << 40}, DataLoss),
         ({"num_attention_heads": 0}, DataLoss),
+        ({"hidden_size": 1e999}, DataLoss),
+        ({"rms_norm_eps": float("nan")}, DataLoss),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.0}}, DataLoss),
+        ({"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0}}, DataLoss),
     ],
 )
 def test_bad_configs(tmp_path: Path, change: dict[str, object], error: type[KvmeshError]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from kvmesh.engine.runner import StepBatch
 from kvmesh.engine.torch_runner import TorchRunner
 from model_harness import Bench, assert_close

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
 from kvmesh.engine.torch_runner import TorchRunner
-from kvmesh.layers.native.build import NativeUnavailable, load_library
+from kvmesh.errors import InvalidArgument
+from kvmesh.layers.native import build
+from kvmesh.layers.native.build import NativeUnavailable, load_library, status
 from kvmesh.layers.native.structs import PackedLinear
 from model_harness import Bench
 from model_tiny import TINY, VARIANTS, make_tiny
@@ -96,3 +100,58 @@ def test_panels_hold_every_weight_once(n: int, k: int) -> None:
     assert torch.equal(rows[:n], weight)
     assert not rows[n:].any()
     assert TINY["vocab_size"] % 32  # the models above exercise a partial panel in the head
+
+
+@pytest.fixture
+def _fresh_library() -> Iterator[None]:
+    load_library.cache_clear()
+    yield
+    load_library.cache_clear()
+
+
+@pytest.mark.usefixtures("_fresh_library")
+def test_no_kernels_means_torch_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny(tmp_path / "model", "plain", torch.bfloat16)
+    monkeypatch.setenv("KVMESH_NATIVE", "0")
+    assert TorchRunner.load(str(tmp_path / "model"), "bf16").model.backend == "torch"
+    with pytest.raises(InvalidArgument, match="KVMESH_NATIVE"):
+        TorchRunner.load(str(tmp_path / "model"), "bf16", backend="native")
+    monkeypatch.setenv("KVMESH_NATIVE", "1")
+    monkeypatch.setenv("KVMESH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert status() == "torch (no C++ compiler)"
+    fake = tmp_path / "c++"
+    fake.write_text("#!/bin/sh\necho broken >&2; exit 3\n")
+    fake.chmod(0o755)
+    assert "broken" in status()
+    monkeypatch.setenv("KVMESH_CACHE", "/proc/nowhere")
+    assert "nowhere" in status()
+    open_cache = tmp_path / "open" / "kvmesh" / "native"
+    open_cache.mkdir(parents=True)
+    open_cache.chmod(0o777)
+    monkeypatch.setenv("KVMESH_CACHE", str(tmp_path / "open"))
+    assert "writable by others" in status()
+
+
+@pytest.mark.usefixtures("_fresh_library")
+def test_a_damaged_library_in_the_cache_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMESH_CACHE", str(tmp_path))
+    library = build._compile()
+    whole = library.stat().st_size
+    load_library.cache_clear()
+    library.write_bytes(b"")
+    assert status() == "native"
+    assert library.stat().st_size == whole
+    assert [path.name for path in library.parent.iterdir()] == [library.name]
+
+
+@pytest.mark.usefixtures("_fresh_library")
+def test_no_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    for name in ("KVMESH_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert "home directory" in status()

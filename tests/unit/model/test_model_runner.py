@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+from kvmesh.engine.failures import SequencesFailed
 from kvmesh.engine.runner import SampleInput, SamplingParams, StepBatch
 from kvmesh.engine.torch_runner import TorchRunner
 from kvmesh.errors import Internal, InvalidArgument
@@ -165,3 +167,31 @@ def test_greedy_constant(tiny: TorchRunner) -> None:
     best = int(bench.run(PROMPT, 41, table)[0].argmax())
     result = tiny.execute(StepBatch(1, [bench.slice(PROMPT, 0, table, samples=[sample_of(GREEDY)])]))
     assert result.slices[0].token_ids == [best]
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_a_sequence_whose_kv_is_nan_fails_alone(tmp_path: Path, backend: str) -> None:
+    make_tiny(tmp_path, "plain", torch.bfloat16)
+    try:
+        bench = Bench(TorchRunner.load(str(tmp_path), "bf16", backend=backend))
+    except InvalidArgument as error:
+        pytest.skip(str(error))
+    # All that nobody wrote is NaN: the rest of a last page, and page 0, with which short block tables are padded.
+    bench.region[:] = b"\xff" * len(bench.region)
+    bench.free.remove(0)
+    sick, well, longer = bench.table(18), bench.table(6), bench.table(34)
+    bench.run(PROMPT[:5], 5, well)
+    bench.run(PROMPT[:33], 33, longer)
+    alone = bench.logits(bench.slice([PROMPT[5]], 5, well))
+    slices = [
+        bench.slice([9], 17, sick, seq_id=1, samples=[sample_of()] * 2),
+        bench.slice([PROMPT[5]], 5, well, seq_id=2),
+        bench.slice([PROMPT[33]], 33, longer, seq_id=3),
+    ]
+    torch.testing.assert_close(bench.logits(*slices)[1:2], alone, rtol=1e-3, atol=1e-3)
+    with pytest.raises(SequencesFailed, match="not finite") as caught:
+        bench.runner.execute(StepBatch(1, slices))
+    assert caught.value.seq_ids == {1}
+    kept = caught.value.result.slices
+    assert [part.seq_id for part in kept] == [2, 3]
+    assert kept[0].token_ids == [int(alone[0].argmax())]

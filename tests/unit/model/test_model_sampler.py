@@ -10,11 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvmesh.engine.runner import SampleInput, SamplingParams
-from kvmesh.engine.sampler import sample_row, sample_rows
-from kvmesh.engine.sampling.logprobs import token_logprobs
-from kvmesh.engine.sampling.noise import uniform
-from kvmesh.engine.sampling.processors import adjust, distribution
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -22,6 +17,12 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from kvmesh.engine.runner import SampleInput, SamplingParams
+from kvmesh.engine.sampler import NO_TOKEN, sample_row, sample_rows
+from kvmesh.engine.sampling.logprobs import token_logprobs
+from kvmesh.engine.sampling.noise import uniform
+from kvmesh.engine.sampling.processors import adjust, distribution
 
 VOCAB = 300
 
@@ -196,3 +197,41 @@ def test_general_path_costs_about_a_millisecond_at_most() -> None:
 
 
 GOLDEN = [0.69351213901, 0.423211448196, 0.113091130195]
+
+
+FILTERS = [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.0}]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("penalty", [1e-45, 1e-38, 10.0])
+def test_an_extreme_penalty_is_no_exception_and_no_surprise(filters: dict[str, float], penalty: float) -> None:
+    # 1e-38 turned positive logits into inf and probabilities into NaN: the step failed, with everybody in it.
+    row = logits_of(5)
+    seen = [int(row.argmax()), int(np.argsort(-row)[1]), int(row.argmin())]
+    sample = sample_of(SamplingParams(repetition_penalty=penalty, **filters), prompt_token_ids=seen)
+    for position in range(20):
+        token = sample_row(row, replace(sample, position=position))
+        assert (token in seen[:2]) == (penalty < 1)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [1e-45, 1e-60])
+def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
+    row = logits_of(6)
+    for filters in FILTERS[:4]:
+        assert sample_row(row, sample_of(SamplingParams(temperature=temperature, **filters))) == int(row.argmax())
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_no_numbers_give_no_token_and_leave_other_rows_alone(
+    filters: dict[str, float], bad: float
+) -> None:
+    table = torch.from_numpy(np.stack([logits_of(i) for i in range(3)]))
+    sample = sample_of(SamplingParams(want_logprobs=True, **filters), banned_token_ids=frozenset({7}))
+    good = sample_rows(table, range(3), [sample] * 3)
+    table[1, slice(None) if bad < 0 else 7] = bad
+    tokens, scores = sample_rows(table, range(3), [sample] * 3)
+    assert tokens == [good[0][0], NO_TOKEN, good[0][2]]
+    assert scores == [good[1][0], None, good[1][2]]

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvmesh.errors import DataLoss, NotFound
-from kvmesh.loading.tokenizer import TokenizerBundle, from_directory, load_tokenizer, scripted_tokenizer
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from kvmesh.errors import DataLoss, NotFound
+from kvmesh.loading.tokenizer import TokenizerBundle, from_directory, load_tokenizer, scripted_tokenizer
 
 CORPUS = [
     "",

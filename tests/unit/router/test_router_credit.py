@@ -7,8 +7,8 @@ import random
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from router_helpers import FakeClock
 
+from router_helpers import FakeClock
 from services.router.credit import CreditBook
 
 TTL = 2.0

@@ -9,9 +9,9 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvmesh.proto.v1 import inference_pb2, router_pb2
 from router_helpers import chat, full_answer, route_request
-
 from services.router import answers
 from services.router.fingerprint import NOT_COMPARED, CacheKey, cache_key, cacheable
 from services.router.fleet import Family

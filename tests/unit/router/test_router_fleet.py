@@ -8,10 +8,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from kvmesh.errors import FailedPrecondition, InvalidArgument, Overloaded, Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from router_helpers import FakeClock, worker_info
-
 from services.router import watch
 from services.router.fleet import Family, Fleet, Session
 from services.router.watch import Watcher, WatchHub

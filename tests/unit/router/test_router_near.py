@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvmesh.errors import FailedPrecondition
 from near_pairs import DIFFERENT, SAME
 from router_helpers import FakeClock
-
 from services.router import nearcache
 from services.router.embedder import Embedder, HashEmbedder, MiniLmEmbedder, Vector, load_embedder
 from services.router.fingerprint import CacheKey

@@ -7,11 +7,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvmesh.errors import FailedPrecondition, NotFound, Unavailable
 from kvmesh.kv.hashing import block_hashes, request_seed
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from router_helpers import FakeClock, worker_info
-
 from services.router.affinity import matched_tokens
 from services.router.fleet import Family, Fleet, Session
 from services.router.placement import (

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from kvmesh.proto.v1 import inference_pb2, router_pb2
 from kvmesh.telemetry import metrics, names
 from router_harness import LIMIT_S, AttachedWorker, Router, SlowProxy, Valkey, running_router, until
 from router_helpers import chat, full_answer, route_request, worker_info
-from test_router_fingerprint import CHANGES, base
-
 from services.router import exact
 from services.router.cache import AnswerCache, Mode
 from services.router.embedder import HashEmbedder
@@ -24,6 +23,7 @@ from services.router.exact import PREFIX, ExactCache
 from services.router.fingerprint import cache_key
 from services.router.fleet import Family
 from services.router.nearcache import NearCache
+from test_router_fingerprint import CHANGES, base
 
 FAMILY = Family("tiny", "r1", "tok")
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
 from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, NotFound, Unauthenticated, Unavailable
 from kvmesh.kv.hashing import block_hashes, request_seed
 from kvmesh.proto.v1 import engine_pb2, inference_pb2, router_pb2, router_pb2_grpc
 from kvmesh.rpc import from_rpc_error, open_channel
 from kvmesh.telemetry import metrics, names, tracing
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from router_harness import LIMIT_S, TOKEN, AttachedWorker, Router, running_router, until
 from router_helpers import SEED, full_answer, route_request, worker_info
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+
 from kvmesh.config import ServiceSettings
 from kvmesh.rpc import Access, MeshChannel, RpcServer, open_channel
 from rpc_echo import SERVICE, Echo, add_echo

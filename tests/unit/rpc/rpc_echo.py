@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.wrappers_pb2 import StringValue
+
 from kvmesh.rpc import Access, MeshChannel, RpcServer
 
 SERVICE = "test.v1.Echo"

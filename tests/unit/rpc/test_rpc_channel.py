@@ -8,12 +8,13 @@ from collections import Counter
 
 import grpc
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
+
 from kvmesh import errors
 from kvmesh.rpc import raising
 from kvmesh.rpc.channel import resolve_target
 from kvmesh.telemetry import names, tracing
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind
 from rpc_echo import SERVICE, Text
 
 

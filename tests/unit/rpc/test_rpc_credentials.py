@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
+
 from kvmesh import errors
 from kvmesh.rpc import Credentials, hash_key, new_key
 

@@ -15,6 +15,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from kvmesh import errors
 from kvmesh.rpc import cancelling, open_channel, raising
 from rpc_echo import SERVICE, Echo, Text

@@ -10,6 +10,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
+
 from kvmesh import errors
 from kvmesh.config import RouterSettings, ServiceSettings
 from kvmesh.proto.v1 import router_pb2_grpc

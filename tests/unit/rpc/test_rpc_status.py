@@ -7,6 +7,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvmesh import errors
 from kvmesh.errors import KvmeshError
 from kvmesh.rpc import raising, status

@@ -9,6 +9,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvmesh.config import ServiceSettings
 from kvmesh.errors import DeadlineExceeded
 from kvmesh.rpc import BackgroundTasks, Deadline, RequestLimits, RpcServer, cancel_and_wait

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import trustme
+
 from kvmesh import errors
 from kvmesh.config import ServiceSettings, TlsSettings
 from kvmesh.rpc import Access, MeshAuth, MeshToken, raising, tenant_from, tenant_metadata

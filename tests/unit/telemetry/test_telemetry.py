@@ -12,11 +12,12 @@ import urllib.request
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvmesh.rpc import new_key
-from kvmesh.telemetry import genai, metrics, names, redact, setup_logs, tracing
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
+
+from kvmesh.rpc import new_key
+from kvmesh.telemetry import genai, metrics, names, redact, setup_logs, tracing
 
 KNOWN_NAMES = """
 num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total generation_tokens_total

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from kvmesh.errors import DataLoss, Internal, InvalidArgument
 from kvmesh.transfer.transports.verbs.credits import CREDIT_WORDS, ReceiveCredits, SendCredits
 from kvmesh.transfer.transports.verbs.mailbox import MAX_RUN_BYTES, Mailbox

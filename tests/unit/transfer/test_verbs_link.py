@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from kvmesh.errors import FailedPrecondition, InvalidArgument, Unavailable
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.transports.verbs import VerbsOptions, VerbsTransport

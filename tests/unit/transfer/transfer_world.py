@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+
 from kvmesh.kv.layout import KvGroup, KvLayout
 from kvmesh.kv.pool import PagePool, PageState
 from kvmesh.kv.ring import StepEntry, StepRecord
@@ -131,6 +132,7 @@ class Writer:
     def abort(self, link: Link, slot: Slot) -> None:
         for running in self.running.values():
             if running.send.immediate == slot.immediate and running.send.context is link:
+                self.world.seen["aborted while writing"] += running.send.outstanding > 0
                 self.table.stop(running.send.transfer_id, "abort", by_peer=True)
                 return
         self.say(link, lambda: self.world.drained(link, slot))
@@ -222,8 +224,7 @@ class World:
         self.links: dict[int, Link] = {}
         self.next_owner = 0
         self.next_link = 0
-        self.completed = 0
-        self.failed = 0
+        self.seen: Counter[str] = Counter()
         self.writers = [Writer(self, number + 1, num_pages) for number in range(writers)]
 
     # --- the destination's own moves
@@ -281,6 +282,7 @@ class World:
         """The lease runs out here, whatever the writer believes."""
         if not link.lost_there:
             link.lost_there = True
+            self.seen["lost while writing"] += link.outbound.in_flight > 0
             link.to_destination.clear()
             link.to_writer.clear()
             self.apply(self.slots.peer_lost(link.link_id, "lease"))
@@ -354,7 +356,7 @@ class World:
             elif isinstance(event, Completed):
                 assert want.state == "waiting"
                 want.state = "complete"
-                self.completed += 1
+                self.seen["completed"] += 1
                 self.pool.settle(want.owner, 1)
                 for layer in range(LAYERS):
                     for block, page in enumerate(want.pages):
@@ -364,7 +366,7 @@ class World:
             elif isinstance(event, Failed):
                 assert want.state == "waiting"
                 want.state = "draining"
-                self.failed += 1
+                self.seen["failed"] += 1
                 self.pool.drain(want.owner, 1)
             elif isinstance(event, Drained):
                 assert want.state == "draining"

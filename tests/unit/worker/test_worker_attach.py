@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+
 from kvmesh.engine.worker.attach import CacheMirror, RouterLinks, _Outbox
 from kvmesh.engine.worker.resolve import resolve
 from kvmesh.kv.hashing import block_hashes, request_seed

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvmesh.engine.runner import SamplingParams
 from kvmesh.engine.scripted import scripted_output
 from kvmesh.engine.worker.frames import FrameLimits, FramesHub, GatewayStream, PendingFrame

@@ -7,6 +7,7 @@ import gc
 import random
 
 import psutil
+
 from kvmesh.engine.events import Counters, LoadSnapshot
 from kvmesh.engine.worker.meters import Meters
 from kvmesh.kv.pool import PoolCounts

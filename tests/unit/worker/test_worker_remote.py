@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+
 from kvmesh.engine.events import RequestKey
 from kvmesh.engine.runner import SamplingParams
 from kvmesh.engine.scripted import scripted_output

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kvmesh.telemetry import names, tracing
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kvmesh.telemetry import names, tracing
 from test_worker_remote import mesh
 from worker_harness import prompt, until
 

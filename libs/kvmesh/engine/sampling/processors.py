@@ -14,6 +14,7 @@ from kvmesh.engine.runner import SampleInput, SamplingParams
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
+_LARGEST = np.finfo(np.float32).max
 
 
 def needs_processing(sample: SampleInput) -> bool:
@@ -46,7 +47,10 @@ def adjust(logits: Floats, sample: SampleInput) -> Floats:
         seen = np.concatenate([_ids(sample.prompt_token_ids, vocab), _ids(sample.output_token_ids, vocab)])
         # Duplicates read before any is written, so each id is scaled once.
         value = row[seen]
-        row[seen] = np.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
+        with np.errstate(over="ignore"):
+            scaled = np.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
+        # A tiny penalty overflows fp32, and an infinite logit makes NaN of every probability.
+        row[seen] = np.minimum(scaled, _LARGEST)
     if (p.frequency_penalty or p.presence_penalty) and sample.output_token_ids:
         ids, counts = np.unique(_ids(sample.output_token_ids, vocab), return_counts=True)
         row[ids] -= (p.frequency_penalty * counts + p.presence_penalty).astype(np.float32)
@@ -69,7 +73,8 @@ def distribution(row: Floats, params: SamplingParams) -> tuple[Ids, npt.NDArray[
     else:
         # fp32 exp is vectorized and four times cheaper; the sum and everything after it are fp64.
         ids = np.arange(vocab)
-        scaled = (row - row.max()) / np.float32(params.temperature)
+        with np.errstate(over="ignore"):  # to -inf, whose exp is 0
+            scaled = (row - row.max()) / np.float32(params.temperature)
         probs = np.exp(scaled).astype(np.float64)
     probs /= probs.sum()
     if params.min_p > 0.0 or params.top_p < 1.0:
@@ -90,7 +95,7 @@ def _nucleus(probs: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.boo
     before = np.cumsum(ordered) - ordered
     count = max(1, int(np.searchsorted(before, top_p, side="left")))
     edge = ordered[count - 1]
-    keep = probs > edge
+    keep: npt.NDArray[np.bool_] = probs > edge
     keep[np.flatnonzero(probs == edge)[: count - int(np.count_nonzero(keep))]] = True
     return keep
 

@@ -37,6 +37,11 @@ async def load_runner(settings: WorkerSettings) -> Runner:
 
 
 def _load_torch(settings: WorkerSettings) -> Runner:
+    # OpenMP threads that wait between two regions spin by default, for milliseconds: on cores that prefill, decode and
+    # the rest of the mesh share, they then burn the time slices of the very thread they wait for, and throughput
+    # collapses. Read by the runtime when torch loads it, so it must be set before; whoever has cores to spare may set
+    # OMP_WAIT_POLICY=active.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Imported here: a scripted worker has no torch, and the import alone takes a second.
     from kvmesh.engine.torch_runner import TorchRunner
 

@@ -29,7 +29,10 @@ class NativeUnavailable(Exception):
 
 
 def _cache_dir() -> Path:
-    base = os.environ.get("KVMESH_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("KVMESH_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:  # a user without a home, as containers have
+        raise NativeUnavailable(f"no place for the kernels: {error}") from None
     path = Path(base) / "kvmesh" / "native"
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     # A library that others may write must not be loaded.
@@ -73,18 +76,22 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _compile() -> Path:
-    compiler = _compiler()
+def _compile(*, again: bool = False) -> Path:
+    """The library, from the cache unless `again`."""
+    compiler, cache = _compiler(), _cache_dir()
     identity = "\0".join(
         [_SOURCE.read_text(encoding="utf-8"), _run([compiler, "--version"]), _cpu(), torch.__version__, *_FLAGS]
     )
-    target = _cache_dir() / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
-    if target.exists():
+    target = cache / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+    if target.exists() and not again:
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built, library = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
         _run([compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(built)])
         _run([compiler, "-shared", str(built), "-o", str(library), *_openmp()])
+        # On disk before it has its name: after a power cut the name must not stand for half a file.
+        with library.open("rb") as file:
+            os.fsync(file.fileno())
         # Atomic: engines that start together may all compile, none sees half a file.
         library.replace(target)
     _log.info("native kernels compiled", extra={"path": str(target)})
@@ -97,7 +104,12 @@ def load_library() -> ctypes.CDLL:
     if os.environ.get("KVMESH_NATIVE", "1") == "0":
         raise NativeUnavailable("switched off by KVMESH_NATIVE=0")
     try:
-        library = ctypes.CDLL(str(_compile()))
+        path = _compile()
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            _log.warning("compiling the kernels again: %s", error)
+            library = ctypes.CDLL(str(_compile(again=True)))
     except OSError as error:
         raise NativeUnavailable(f"cannot load the kernels: {error}") from None
     for name in ("kvmesh_attention_in", "kvmesh_attention_out", "kvmesh_linear"):

@@ -17,13 +17,17 @@
 namespace {
 
 typedef float f16 __attribute__((vector_size(64)));
+typedef float f8 __attribute__((vector_size(32)));
+typedef float f4 __attribute__((vector_size(16)));
 typedef uint32_t u16x __attribute__((vector_size(64)));
 typedef int32_t i16x __attribute__((vector_size(64)));
 typedef uint16_t h16 __attribute__((vector_size(32)));
 
 constexpr int LANES = 16;
 constexpr int PANEL = 32;
+constexpr int PREFETCH = 64;     // panel rows fetched ahead: 4 KiB, past the page's end where the hardware stops
 constexpr int MR = 12;           // rows per register block: 24 accumulators of 32 vector registers
+constexpr int GROUP = 4;          // query heads that share one pass over K and V
 constexpr int ROWS_CACHED = 96;  // rows whose fp32 inputs stay in the L2 cache while all panels pass
 
 template <class V>
@@ -41,10 +45,14 @@ inline uint16_t to_bf16(float x) {  // round to nearest even
   std::memcpy(&bits, &x, 4);
   return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
-inline float sum(f16 v) {
-  float total = 0;
-  for (int i = 0; i < LANES; i++) total += v[i];
-  return total;
+inline float sum(f16 v) {  // a tree of halves: a chain of 16 additions would cost more than the dot product it ends
+  f8 half[2];
+  std::memcpy(half, &v, sizeof(v));
+  half[0] += half[1];
+  f4 quarter[2];
+  std::memcpy(quarter, half, sizeof(half[0]));
+  quarter[0] += quarter[1];
+  return (quarter[0][0] + quarter[0][1]) + (quarter[0][2] + quarter[0][3]);
 }
 inline f16 pick(i16x mask, f16 a, f16 b) { return (f16)(((i16x)a & mask) | ((i16x)b & ~mask)); }
 
@@ -91,7 +99,7 @@ struct Step {
   int64_t rows, decode_rows, table_width;
   float *x, *qkv, *attn, *act;  // (rows, hidden | (heads + 2 kv_heads) dim | heads dim | intermediate)
   float* packed;                // (rows, max k): inputs of the current product
-  float* scores;                // (threads, score_stride)
+  float* scores;                // (threads, GROUP, score_stride)
   int64_t score_stride;
   const float* cos_sin;  // (rows, dim): cosines, then sines
   const int64_t *pages, *offsets;
@@ -153,7 +161,7 @@ void block(const uint32_t* panel, const float* x, int64_t k, const float* bias, 
 #pragma GCC unroll 4
     for (int u = 0; u < UNROLL; u++) {
       u16x w = load<u16x>(panel + (i + u) * LANES);
-      if (M <= 4) __builtin_prefetch(panel + (i + u + 64) * LANES);
+      __builtin_prefetch(panel + (i + u + PREFETCH) * LANES);
       f16 w0 = as_float(w << 16), w1 = as_float(w & mask);
 #pragma GCC unroll 12
       for (int m = 0; m < M; m++) {
@@ -255,66 +263,101 @@ void rotate_and_append(const Model& m, const Layer& layer, const Step& s) {
   }
 }
 
-// One query head against the pages of one sequence. D: head_dim / 16.
-template <int D>
+// G query heads that share a KV head, against the pages of one sequence. D: head_dim / 16. q and out are (G, head_dim),
+// scores is scratch of G rows.
+template <int D, int G>
 void attend(const uint16_t* kv, const int32_t* table, int64_t length, int64_t page_size, int64_t page_stride,
-            const float* q, float* scores, float* out) {
+            const float* q, float* scores, int64_t score_stride, float* out) {
   const float scale = 1.0f / __builtin_sqrtf((float)(D * LANES));
-  f16 query[D];
-  for (int d = 0; d < D; d++) query[d] = load<f16>(q + d * LANES) * scale;
-  float peak = -3.0e38f;
+  f16 query[G][D];
+  float peak[G], inverse[G];
+  for (int g = 0; g < G; g++) {
+    peak[g] = -3.0e38f;
+    for (int d = 0; d < D; d++) query[g][d] = load<f16>(q + (g * D + d) * LANES) * scale;
+  }
   for (int64_t t0 = 0; t0 < length; t0 += page_size) {
     const uint16_t* k = kv + table[t0 / page_size] * page_stride;
     int64_t count = length - t0 < page_size ? length - t0 : page_size;
     for (int64_t t = 0; t < count; t++) {
-      f16 dot = query[0] * widen(k + t * D * LANES);
+      f16 dot[G] = {};
 #pragma GCC unroll 8
-      for (int d = 1; d < D; d++) dot += query[d] * widen(k + (t * D + d) * LANES);
-      float score = sum(dot);
-      scores[t0 + t] = score;
-      peak = score > peak ? score : peak;
+      for (int d = 0; d < D; d++) {
+        f16 key = widen(k + (t * D + d) * LANES);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) dot[g] += query[g][d] * key;
+      }
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) {
+        float score = sum(dot[g]);
+        scores[g * score_stride + t0 + t] = score;
+        peak[g] = score > peak[g] ? score : peak[g];
+      }
     }
   }
-  f16 total = {};
   int64_t rounded = (length + LANES - 1) / LANES * LANES;
-  for (int64_t t = length; t < rounded; t++) scores[t] = -1.0e30f;
-  for (int64_t t = 0; t < rounded; t += LANES) {
-    f16 s = load<f16>(scores + t);
-    f16 e = pick(s < splat(-1.0e29f), splat(0.0f), exp_v(s - peak));
-    total += e;
-    store(scores + t, e);
+  for (int g = 0; g < G; g++) {
+    float* row = scores + g * score_stride;
+    f16 total = {};
+    for (int64_t t = length; t < rounded; t++) row[t] = -1.0e30f;
+    for (int64_t t = 0; t < rounded; t += LANES) {
+      f16 s = load<f16>(row + t);
+      f16 e = pick(s < splat(-1.0e29f), splat(0.0f), exp_v(s - peak[g]));
+      total += e;
+      store(row + t, e);
+    }
+    inverse[g] = 1.0f / sum(total);
   }
-  f16 acc[D] = {};
+  f16 acc[G][D] = {};
   for (int64_t t0 = 0; t0 < length; t0 += page_size) {
     const uint16_t* v = kv + table[t0 / page_size] * page_stride + page_size * D * LANES;
     int64_t count = length - t0 < page_size ? length - t0 : page_size;
     for (int64_t t = 0; t < count; t++)
 #pragma GCC unroll 8
-      for (int d = 0; d < D; d++) acc[d] += widen(v + (t * D + d) * LANES) * scores[t0 + t];
+      for (int d = 0; d < D; d++) {
+        f16 value = widen(v + (t * D + d) * LANES);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) acc[g][d] += value * scores[g * score_stride + t0 + t];
+      }
   }
-  const float inverse = 1.0f / sum(total);
-  for (int d = 0; d < D; d++) store(out + d * LANES, acc[d] * inverse);
+  for (int g = 0; g < G; g++)
+    for (int d = 0; d < D; d++) store(out + (g * D + d) * LANES, acc[g][d] * inverse[g]);
+}
+
+// All `group` query heads of a KV head, at most GROUP at a time.
+template <int D>
+void attend_group(int64_t group, const uint16_t* kv, const int32_t* table, int64_t length, int64_t page_size,
+                  int64_t page_stride, const float* q, float* scores, int64_t score_stride, float* out) {
+  for (int64_t g = 0; g < group; g += GROUP) {
+    const float* qg = q + g * D * LANES;
+    float* og = out + g * D * LANES;
+    switch (group - g < GROUP ? group - g : GROUP) {
+      case 1: attend<D, 1>(kv, table, length, page_size, page_stride, qg, scores, score_stride, og); break;
+      case 2: attend<D, 2>(kv, table, length, page_size, page_stride, qg, scores, score_stride, og); break;
+      case 3: attend<D, 3>(kv, table, length, page_size, page_stride, qg, scores, score_stride, og); break;
+      case 4: attend<D, 4>(kv, table, length, page_size, page_stride, qg, scores, score_stride, og); break;
+    }
+  }
 }
 
 void decode_attention(const Model& m, const Layer& layer, const Step& s) {
   const int64_t group = m.heads / m.kv_heads, width = (m.heads + 2 * m.kv_heads) * m.dim;
   const int64_t head_stride = 2 * m.page_size * m.dim, page_stride = m.kv_heads * head_stride;
-  float* scores = s.scores + omp_get_thread_num() * s.score_stride;
+  const int64_t stride = s.score_stride;
+  float* scores = s.scores + omp_get_thread_num() * GROUP * stride;
 #pragma omp for schedule(dynamic, 1)
   for (int64_t task = 0; task < s.decode_rows * m.kv_heads; task++) {
     int64_t r = task / m.kv_heads, h = task % m.kv_heads;
     const uint16_t* kv = layer.kv + h * head_stride;
     const int32_t* table = s.tables + r * s.table_width;
-    for (int64_t g = h * group; g < (h + 1) * group; g++) {
-      const float* q = s.qkv + r * width + g * m.dim;
-      float* out = s.attn + (r * m.heads + g) * m.dim;
-      switch (m.dim / LANES) {
-        case 1: attend<1>(kv, table, s.lengths[r], m.page_size, page_stride, q, scores, out); break;
-        case 2: attend<2>(kv, table, s.lengths[r], m.page_size, page_stride, q, scores, out); break;
-        case 4: attend<4>(kv, table, s.lengths[r], m.page_size, page_stride, q, scores, out); break;
-        case 6: attend<6>(kv, table, s.lengths[r], m.page_size, page_stride, q, scores, out); break;
-        case 8: attend<8>(kv, table, s.lengths[r], m.page_size, page_stride, q, scores, out); break;
-      }
+    const float* q = s.qkv + r * width + h * group * m.dim;
+    float* out = s.attn + (r * m.heads + h * group) * m.dim;
+    int64_t length = s.lengths[r], size = m.page_size;
+    switch (m.dim / LANES) {
+      case 1: attend_group<1>(group, kv, table, length, size, page_stride, q, scores, stride, out); break;
+      case 2: attend_group<2>(group, kv, table, length, size, page_stride, q, scores, stride, out); break;
+      case 4: attend_group<4>(group, kv, table, length, size, page_stride, q, scores, stride, out); break;
+      case 6: attend_group<6>(group, kv, table, length, size, page_stride, q, scores, stride, out); break;
+      case 8: attend_group<8>(group, kv, table, length, size, page_stride, q, scores, stride, out); break;
     }
   }
 }

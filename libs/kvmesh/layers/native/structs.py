@@ -8,6 +8,7 @@ import torch
 
 PANEL = 32
 LANES = 16
+GROUP = 4
 HEAD_DIMS = frozenset({16, 32, 64, 96, 128})
 
 _P, _I = ctypes.c_void_p, ctypes.c_int64

@@ -205,8 +205,15 @@ class IncomingLinks:
         if link is None:
             # A predecessor's link: the engine knows whether it waits for it.
             session.writer_gone(notice.link_id, "unmapped")
-        elif link.inbound is not None:
+            return
+        if link.inbound is not None:
             link.inbound.unmapped()
+        else:
+            # It has given up before its data connection came in: from now on that is not let in any more.
+            link.transport.forget(notice.link_id)
+        if link.session is not session:
+            # Of this engine's last connection, whose end the fence tells to nobody.
+            session.writer_gone(notice.link_id, "unmapped")
 
     async def _read(self, link: InLink, messages: AsyncIterator[pb.PeerRequest]) -> None:
         session = link.session

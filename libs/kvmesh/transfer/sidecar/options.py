@@ -18,7 +18,8 @@ from kvmesh.transfer.transports.verbs import VerbsOptions, VerbsTransport
 
 @dataclass(frozen=True, slots=True)
 class SidecarOptions:
-    """Times in seconds. open_channel: a gRPC channel to another sidecar's control address."""
+    """Times in seconds. open_channel: a gRPC channel to another sidecar's control address. tcp_advertise: the host that
+    writers connect to, "" = `tcp_host`, or this machine's name where that is any."""
 
     sidecar_id: str
     engine_socket: Path
@@ -29,6 +30,7 @@ class SidecarOptions:
     connect_timeout_s: float = 5.0
     max_slots: int = MAX_SLOTS
     tcp_host: str = "127.0.0.1"
+    tcp_advertise: str = ""
     fake_faults: Path | None = None
     verbs: VerbsOptions | None = None
 
@@ -41,7 +43,7 @@ def make_transport(name: str, options: SidecarOptions) -> Transport:
     if name == "fake":
         return FakeTransport(beside.with_name(beside.name + ".fake"), options.fake_faults)
     if name == "tcp":
-        return TcpTransport(options.tcp_host)
+        return TcpTransport(options.tcp_host, options.tcp_advertise)
     if name == "verbs":
         return VerbsTransport(options.verbs)
     raise FailedPrecondition(f"not implemented: transport {name}")

@@ -12,7 +12,8 @@ from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import Deadline
 from kvmesh.transfer.mover import Mover
 from kvmesh.transfer.sends import SendEvent
-from kvmesh.transfer.sidecar.engine import EngineServer, EngineSession
+from kvmesh.transfer.sidecar.door import EngineServer
+from kvmesh.transfer.sidecar.engine import EngineSession
 from kvmesh.transfer.sidecar.incoming import IncomingLinks
 from kvmesh.transfer.sidecar.options import SidecarOptions, make_transport
 from kvmesh.transfer.sidecar.outgoing import OutgoingLinks
@@ -44,7 +45,8 @@ class Sidecar:
         self.outgoing = OutgoingLinks(self)
         self._server = EngineServer(self)
         self._on_engine = on_engine
-        self._fault = ""
+        # Why the present engine's ring cannot be read any more.
+        self.fault = ""
 
     async def start(self) -> None:
         """Start transports and the mover. Raises FailedPrecondition where no transport can be used."""
@@ -67,7 +69,7 @@ class Sidecar:
     def engine_joined(self, session: EngineSession) -> None:
         """An engine has registered."""
         self.session = session
-        self._fault = ""
+        self.fault = ""
         self.vacant.clear()
         self._on_engine(True)
 
@@ -93,7 +95,7 @@ class Sidecar:
 
     def _on_engine_fault(self, reason: str) -> None:
         log.error("the engine's ring cannot be read any more: %s", reason)
-        self._fault = reason
+        self.fault = reason
         self._on_engine(False)
 
     # --- status and end ------------------------------------------------------------------------------------------
@@ -115,7 +117,7 @@ class Sidecar:
                 bytes=link.bytes,
                 transfers=link.transfers,
             )
-        for out in self.outgoing.links.values():
+        for out in self.outgoing.all:
             response.links.add(
                 peer_engine_id=out.engine_id,
                 peer_incarnation=out.incarnation,

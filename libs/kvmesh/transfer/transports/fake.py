@@ -180,6 +180,11 @@ class FakeOutbound(Outbound):
         self.fence("closed")
 
     @property
+    def in_flight(self) -> int:
+        """Writes that have not completed."""
+        return len(self._flights)
+
+    @property
     def busy(self) -> bool:
         return bool(self._completions) or bool(self._due and self._due[0][0] <= self._clock())
 

@@ -17,8 +17,9 @@ import secrets
 import select
 import socket
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from operator import add
 from pathlib import Path
 
 from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, Unauthenticated, Unavailable
@@ -49,7 +50,8 @@ KIND_BYTES = 0
 KIND_UNMAPPED = 1
 HELLO_TIMEOUT_S = 5.0
 MAX_PENDING_HELLOS = 64
-UNMAPPED_TIMEOUT_S = 1.0
+# Memory beyond this is left to be faulted in by the copies: filling its page tables would hold up the hello.
+MAX_PREFAULT_BYTES = 2 << 30
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -70,8 +72,10 @@ def address_of(region: Region) -> int:
 def prefault(regions: Sequence[Region], *, write: bool) -> None:
     """Fill the page tables now rather than one fault a page during the first copies. Best effort, releases the GIL."""
     advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
+    left = MAX_PREFAULT_BYTES
     for region in regions:
-        _libc.madvise(address_of(region), region.nbytes, advice)
+        _libc.madvise(address_of(region), min(left, region.nbytes), advice)
+        left -= min(left, region.nbytes)
 
 
 class ShmOutbound(Outbound):
@@ -85,6 +89,9 @@ class ShmOutbound(Outbound):
         self._dst = [(address_of(region), region.nbytes) for region in target]
         self._queue: deque[Write] = deque()
         self._next_run = 0
+        # By immediate: writes in the queue, and what has landed without being told yet.
+        self._queued: Counter[int] = Counter()
+        self._landed: dict[int, tuple[int, list[Completion]]] = {}
         self._untold: deque[tuple[bytes, list[Completion]]] = deque()
         self._completions: list[Completion] = []
         self._broken = ""
@@ -95,44 +102,56 @@ class ShmOutbound(Outbound):
             self._completions.append(Completion(write.context, 0, self._broken))
         else:
             self._queue.append(write)
+            self._queued[write.immediate] += 1
 
     def poll(self, budget: int) -> list[Completion]:
         self._look()
-        told: dict[int, tuple[int, list[Completion]]] = {}
         while self._queue and budget > 0 and not self._broken:
             write = self._queue[0]
-            first = self._next_run
-            self._next_run, moved = self.copy(write, first, budget)
-            budget -= max(moved, 1)
-            nbytes, done = told.get(write.immediate, (0, []))
+            self._next_run, moved = self.copy(write, self._next_run, budget)
+            budget -= moved
+            nbytes, done = self._landed.get(write.immediate, (0, []))
+            self._landed[write.immediate] = (nbytes + moved, done)
             if self._next_run == len(write.length):
-                self._queue.popleft()
                 self._next_run = 0
+                self._queue.popleft()
+                self._queued[write.immediate] -= 1
                 done.append(Completion(write.context, write.nbytes))
-            told[write.immediate] = (nbytes + moved, done)
-        for immediate, (nbytes, done) in told.items():
+        # A count in the middle of a burst would only wake the receiver, on a core that the copies want.
+        for immediate in [x for x in self._landed if not self._queued[x]]:
+            nbytes, done = self._landed.pop(immediate)
+            del self._queued[immediate]
             self._untold.append((RECORD.pack(immediate, KIND_BYTES, nbytes), done))
-        self._send()
+        if self._untold:
+            self._send()
         completions, self._completions = self._completions, []
         return completions
 
     def copy(self, write: Write, first: int, budget: int) -> tuple[int, int]:
-        """Copy runs from `first` on until `budget` bytes are moved: (next run, bytes moved)."""
-        src_base, src_size = self._src[write.src_region]
-        dst_base, dst_size = self._dst[write.dst_region]
-        move = ctypes.memmove
-        run, moved = first, 0
+        """Copy runs from `first` on, about `budget` bytes and at least one: (next run, bytes moved)."""
+        count = len(write.length)
+        last = min(count, first + max(1, budget * count // write.nbytes))
         src, dst, length = write.src, write.dst, write.length
-        count = len(length)
-        while run < count and moved < budget:
-            a, b, n = src[run], dst[run], length[run]
-            # The last line of defence: a wrong plan must never write outside of the region it names.
-            if a < 0 or b < 0 or n < 0 or a + n > src_size or b + n > dst_size:
-                raise InvalidArgument(f"a write of {n} bytes from {a} to {b} is outside of its region")
+        if first or last < count:
+            src, dst, length = src[first:last], dst[first:last], length[first:last]
+        self._check(write, src, dst, length)
+        move, src_base, dst_base = ctypes.memmove, self._src[write.src_region][0], self._dst[write.dst_region][0]
+        # memmove releases the GIL; this loop is what the rate hangs on, so nothing else is in it.
+        for a, b, n in zip(src, dst, length, strict=True):
             move(dst_base + b, src_base + a, n)
-            moved += n
-            run += 1
-        return run, moved
+        return last, sum(length)
+
+    def _check(self, write: Write, src: Sequence[int], dst: Sequence[int], length: Sequence[int]) -> None:
+        """The last line of defence: a wrong plan must never write outside of the region it names."""
+        src_end, dst_end = max(map(add, src, length)), max(map(add, dst, length))
+        if (
+            min(src) < 0
+            or min(dst) < 0
+            or min(length) < 1
+            or src_end > self._src[write.src_region][1]
+            or dst_end > self._dst[write.dst_region][1]
+        ):
+            raise InvalidArgument(f"a write up to {src_end} and {dst_end} is outside of its regions")
 
     def tell(self, immediate: int, nbytes: int) -> None:
         """Tell the receiver a count outside of `poll` (the fake transport's way)."""
@@ -144,9 +163,12 @@ class ShmOutbound(Outbound):
         for position, write in enumerate(self._queue):
             if write.immediate == immediate and not (position == 0 and self._next_run):
                 self._completions.append(Completion(write.context, 0, "flushed"))
+                self._queued[immediate] -= 1
             else:
                 kept.append(write)
         self._queue = kept
+        if not self._queued[immediate] and immediate not in self._landed:
+            del self._queued[immediate]
 
     def fence(self, reason: str) -> None:
         if not self._broken:
@@ -154,10 +176,12 @@ class ShmOutbound(Outbound):
         for write in self._queue:
             self._completions.append(Completion(write.context, 0, self._broken))
         self._queue.clear()
+        self._queued.clear()
         self._next_run = 0
-        for _, done in self._untold:
+        for _, done in [*self._landed.values(), *self._untold]:
             # Landed, but the receiver will not know: to the transfer that is a failure.
             self._completions.extend(Completion(item.context, 0, self._broken) for item in done)
+        self._landed.clear()
         self._untold.clear()
 
     def close(self) -> None:
@@ -167,14 +191,14 @@ class ShmOutbound(Outbound):
         self.fence("closed")
         for region in self._target:
             region.close()
+        # Without waiting: where this does not get through, the control API tells it.
         with contextlib.suppress(OSError):
-            self._sock.settimeout(UNMAPPED_TIMEOUT_S)
-            self._sock.sendall(RECORD.pack(0, KIND_UNMAPPED, 0), socket.MSG_NOSIGNAL)
+            self._sock.send(RECORD.pack(0, KIND_UNMAPPED, 0), socket.MSG_NOSIGNAL)
         self._sock.close()
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue) or bool(self._completions)
+        return bool(self._queue) or bool(self._landed) or bool(self._completions)
 
     @property
     def broken(self) -> str:

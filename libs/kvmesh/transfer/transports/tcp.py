@@ -246,6 +246,12 @@ class TcpInbound(Inbound):
             self._sock.shutdown(socket.SHUT_RDWR)
         while self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """The reader is not running: let go of everything."""
+        for view in self._views:
+            view.release()
         self._sock.close()
 
     def unmapped(self) -> None:
@@ -374,8 +380,9 @@ class TcpTransport(Transport):
 
     name = "tcp"
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, advertise: str = "") -> None:
         self._host = host
+        self._advertise = advertise
         self._server: socket.socket | None = None
         self._address = ""
         self._usable = (False, "not started")
@@ -393,7 +400,7 @@ class TcpTransport(Transport):
             raise Unavailable(self._usable[1]) from None
         self._server.setblocking(False)
         port = self._server.getsockname()[1]
-        host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host
+        host = self._advertise or (socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host)
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         asyncio.get_running_loop().add_reader(self._server.fileno(), self._accept)
         self._usable = (True, f"listening on {self._address}")
@@ -497,6 +504,7 @@ class TcpTransport(Transport):
             await frames.flush(HELLO_TIMEOUT_S)
             _tune(frames.detach())
         except BaseException as error:
+            inbound.abandon()
             expected.on_end(f"the hello failed: {error}")
             raise
         inbound.begin()

@@ -1,0 +1,1 @@
+"""Other engines, each driven in a process and environment of its own."""

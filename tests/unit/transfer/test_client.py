@@ -1,0 +1,178 @@
+"""The engine's end, against a sidecar written by hand: what is asked for when nobody answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvmesh.errors import DeadlineExceeded, KvmeshError, Unavailable
+from kvmesh.kv.fds import close_fds
+from kvmesh.kv.region import Region
+from kvmesh.proto.v1 import kvtransfer_pb2 as pb
+from kvmesh.transfer import client as client_module
+from kvmesh.transfer.client import SidecarClient
+from kvmesh.transfer.link import SidecarLink
+from kvmesh.transfer.orphans import Writers
+from kvmesh.transfer.wire import FrameSocket
+from test_sends import LAYOUT
+
+
+class Sidecar:
+    """Answers hellos and nothing else."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.server = socket.socket(socket.AF_UNIX)
+        self.server.bind(str(path))
+        self.server.listen()
+        self.server.setblocking(False)
+        self.frames: list[FrameSocket] = []
+        self.asked: asyncio.Queue[pb.EngineMessage] = asyncio.Queue()
+        asyncio.get_running_loop().add_reader(self.server, self._accept)
+
+    def _accept(self) -> None:
+        sock, _ = self.server.accept()
+        frames = FrameSocket(sock, on_frame=lambda body: self._serve(frames, body), on_closed=lambda _: None, max_fds=8)
+        self.frames.append(frames)
+
+    def _serve(self, frames: FrameSocket, body: bytes) -> None:
+        message = pb.EngineMessage.FromString(body)
+        if message.WhichOneof("body") == "hello":
+            close_fds(frames.take_fds(4 + len(message.hello.regions)))
+            keys = [1] * len(message.hello.regions)
+            hello = pb.SidecarHello(sidecar_id="s", incarnation=1, control_address="h:1", region_keys=keys)
+            frames.send(pb.SidecarMessage(call_id=message.call_id, hello=hello))
+        else:
+            self.asked.put_nowait(message)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.server)
+        self.server.close()
+        for frames in self.frames:
+            frames.close()
+
+
+class Rig:
+    def __init__(self, folder: Path) -> None:
+        self.sidecar = Sidecar(folder / "s.sock")
+        self.writers = Writers()
+        self.regions = {group.name: Region.create(group.name, LAYOUT.region_bytes(group)) for group in LAYOUT.groups}
+        self.doorbell = Region.create("doorbell", 4096)
+        self.ring = Region.create("ring", 4096)
+        self.clients: list[SidecarClient] = []
+
+    async def connect(self) -> SidecarClient:
+        client = await SidecarClient.connect(
+            self.sidecar.path,
+            engine_id="e",
+            incarnation=1,
+            layout=LAYOUT,
+            regions=self.regions,
+            doorbell=self.doorbell,
+            ring=self.ring,
+            timeout_s=5,
+            on_lost=lambda: None,
+            writers=self.writers,
+        )
+        self.clients.append(client)
+        return client
+
+    async def asked(self) -> pb.EngineMessage:
+        async with asyncio.timeout(5):
+            return await self.sidecar.asked.get()
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    for client in rig.clients:
+        await client.close()
+    rig.writers.close()
+    rig.sidecar.close()
+    for region in (*rig.regions.values(), rig.doorbell, rig.ring):
+        region.close()
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_a_start_without_an_answer_keeps_its_pages(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sidecar that hangs may have begun to read them: failing the call would hand them to the next request."""
+    monkeypatch.setattr(client_module, "CALL_TIMEOUT_S", 0.02)
+    client = await rig.connect()
+    start = asyncio.ensure_future(client.start_transfer(pb.Descriptor(), {"full": [1]}, ready_pages=1))
+    asked = await rig.asked()
+    with pytest.raises(DeadlineExceeded):
+        await client.open_slot(expected_bytes=1, groups={"full": [1]}, request_id="r", ttl_s=1)
+    assert not start.done()
+    accepted = pb.TransferAccepted(transfer_id=7, transport="shm")
+    rig.sidecar.frames[-1].send(pb.SidecarMessage(call_id=asked.call_id, transfer_accepted=accepted))
+    async with asyncio.timeout(5):
+        assert (await start).transfer_id == 7
+
+
+async def test_a_start_on_a_lost_connection_fails_when_the_sidecar_has_let_go(rig: Rig) -> None:
+    client = await rig.connect()
+    start = asyncio.ensure_future(client.start_transfer(pb.Descriptor(), {"full": [1]}, ready_pages=1))
+    await rig.asked()
+    opening = asyncio.ensure_future(client.open_slot(expected_bytes=1, groups={"full": [1]}, request_id="r", ttl_s=1))
+    await rig.asked()
+    rig.sidecar.frames[-1].close()
+    # The slot's pages were never named to anybody.
+    with pytest.raises(Unavailable):
+        await opening
+    await turns()
+    # The process over there lives (it is this one): a lost connection is no proof that it has stopped reading.
+    assert not start.done()
+    await rig.connect()
+    with pytest.raises(Unavailable, match="the sidecar is lost"):
+        async with asyncio.timeout(5):
+            await start
+
+
+async def test_a_cancelled_start_cancels_what_is_accepted_later(rig: Rig) -> None:
+    client = await rig.connect()
+    start = asyncio.ensure_future(client.start_transfer(pb.Descriptor(), {"full": [1]}, ready_pages=1))
+    asked = await rig.asked()
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    accepted = pb.TransferAccepted(transfer_id=7, transport="shm")
+    rig.sidecar.frames[-1].send(pb.SidecarMessage(call_id=asked.call_id, transfer_accepted=accepted))
+    assert (await rig.asked()).cancel_transfer.transfer_id == 7
+
+
+async def test_the_link_tries_again_after_an_error_of_the_system(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = SidecarClient.connect
+    failures: list[Exception] = [OSError(errno.EMFILE, "Too many open files"), Unavailable("not yet")]
+
+    async def failing(*args: object, **kwargs: object) -> SidecarClient:
+        if failures:
+            raise failures.pop(0)
+        return await connect(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SidecarClient, "connect", failing)
+    link = SidecarLink(
+        rig.sidecar.path,
+        engine_id="e",
+        incarnation=1,
+        layout=LAYOUT,
+        regions=rig.regions,
+        doorbell=rig.doorbell,
+        ring=rig.ring,
+    )
+    link.start()
+    try:
+        assert (await link.wait_connected(5)).connected
+    finally:
+        with contextlib.suppress(KvmeshError, OSError):
+            await link.close()
