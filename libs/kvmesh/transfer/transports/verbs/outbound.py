@@ -226,14 +226,16 @@ class VerbsOutbound(Outbound):
         limit = self._options.run_bytes - nbytes
         moved = 0
         row = first
+        src_end, dst_end = source.nbytes, target.nbytes
+        src_base, lkey, dst_base, rkey = source.address, source.lkey, target.address, target.rkey
         for src, dst, length in zip(
             write.src[first:last], write.dst[first:last], write.length[first:last], strict=True
         ):
             if moved >= limit:
                 break
-            if src < 0 or dst < 0 or length < 1 or src + length > source.nbytes or dst + length > target.nbytes:
+            if src < 0 or dst < 0 or length < 1 or src + length > src_end or dst + length > dst_end:
                 raise InvalidArgument(f"a write of {length} bytes from {src} to {dst} is outside of its region")
-            rows.append(Row(source.address + src, source.lkey, target.address + dst, target.rkey, length))
+            rows.append((src_base + src, lkey, dst_base + dst, rkey, length))
             moved += length
             row += 1
         pending.next_row = row

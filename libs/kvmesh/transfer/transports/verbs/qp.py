@@ -51,14 +51,8 @@ class Remote(NamedTuple):
     psn: int
 
 
-class Row(NamedTuple):
-    """One plain write: addresses, bytes, keys."""
-
-    src: int
-    lkey: int
-    dst: int
-    rkey: int
-    nbytes: int
+Row = tuple[int, int, int, int, int]
+"""One plain write: source address, lkey, destination address, rkey, bytes. A plain tuple: there is one per page."""
 
 
 class CompletionQueue:
@@ -209,15 +203,18 @@ class QueuePair:
         """Plain writes, then the write-with-immediate of 8 bytes from `entry` to `target`; only that one is signalled
         (an error is told in any case). The batch is one call to the driver."""
         qp, sge = self._qp, self._sge
+        write, set_sge = qp.wr_rdma_write, qp.wr_set_sge
         qp.wr_start()
         qp.wr_id = request_id(KIND_INNER, self.place, run)
         qp.wr_flags = 0
+        key = -1
         for src, lkey, dst, remote_key, nbytes in rows:
-            qp.wr_rdma_write(remote_key, dst)
+            write(remote_key, dst)
             sge.addr = src
             sge.length = nbytes
-            sge.lkey = lkey
-            qp.wr_set_sge(sge)
+            if lkey != key:
+                key = sge.lkey = lkey
+            set_sge(sge)
         self._closing(request_id(KIND_CLOSE, self.place, run), rkey, target, imm)
         sge.addr = entry
         sge.length = 8
