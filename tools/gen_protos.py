@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import os
 import re
 import subprocess
 import sys
@@ -24,7 +25,7 @@ def generate(out: Path) -> list[Path]:
     """Write the stubs into `out` and return their paths."""
     files = sorted(PROTOS.glob("kvmesh/v1/*.proto"))
     with tempfile.TemporaryDirectory() as tmp:
-        subprocess.run(
+        done = subprocess.run(
             [
                 sys.executable,
                 "-m",
@@ -36,9 +37,14 @@ def generate(out: Path) -> list[Path]:
                 f"--mypy_grpc_out={tmp}",
                 *map(str, files),
             ],
-            check=True,
-            stderr=subprocess.DEVNULL,
+            check=False,
+            stderr=subprocess.PIPE,
+            text=True,
+            # protoc looks for its plugins on PATH, where a virtual environment that is not activated is not.
+            env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"},
         )
+        if done.returncode:
+            raise SystemExit(f"protoc failed:\n{done.stderr}")
         out.mkdir(parents=True, exist_ok=True)
         written = []
         for path in sorted(Path(tmp).glob("kvmesh/v1/*.py*")):

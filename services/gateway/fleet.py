@@ -17,7 +17,8 @@ from services.gateway.link import LinkState, WorkerLink
 log = logging.getLogger(__name__)
 
 GENERATING = (engine_pb2.WORKER_ROLE_DECODE, engine_pb2.WORKER_ROLE_UNIFIED)
-ALIASES = ("auto",)
+# Where no router says which aliases there are: alias → model, "" = what most workers serve.
+ALIASES = {"auto": ""}
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class Fleet:
         self._on_load = on_load
         self._on_change = on_change
         self._sources: dict[str, dict[str, router_pb2.WorkerStatus]] = {}
+        self._aliases: dict[str, dict[str, str]] = {}
         self._live: set[str] = set()
         self._members: dict[str, Member] = {}
         self._links: set[WorkerLink] = set()
@@ -66,6 +68,7 @@ class Fleet:
         before = set(workers)
         if change.snapshot:
             workers.clear()
+            self._aliases[source] = dict(change.aliases)
             self._live.add(source)
             self.known.set()
         for status in change.workers:
@@ -84,6 +87,7 @@ class Fleet:
     def forget(self, source: str) -> None:
         """Drop a source and all it said."""
         self._live.discard(source)
+        self._aliases.pop(source, None)
         if self._sources.pop(source, None) is not None:
             self._merge((), structural=True)
 
@@ -176,19 +180,26 @@ class Fleet:
         return bool(self.links())
 
     def example(self, model: str) -> engine_pb2.WorkerInfo | None:
-        """A worker of the model, one that can serve if there is any. An alias is the model that most workers serve."""
+        """A worker of the model or of what an alias stands for, one that can serve if there is any."""
+        known = {m.info.model for m in self._members.values()}
+        target = None if model in known else self.aliases().get(model)
         candidates = [m.info for m in self._members.values() if m.info.role in GENERATING]
         ready = [link.info for link in self.links()]
         for infos in (ready, candidates):
-            if model in ALIASES and not any(info.model == model for info in infos):
+            if target == "":
                 names_ = sorted(info.model for info in infos)
                 chosen = max(sorted(set(names_)), key=names_.count) if names_ else None
             else:
-                chosen = model
+                chosen = target or model
             for info in infos:
                 if info.model == chosen:
                     return info
         return None
+
+    def aliases(self) -> dict[str, str]:
+        """Alias → model ("" = what most workers serve), as the routers say; the built-in ones where none does."""
+        told = {alias: model for given in self._aliases.values() for alias, model in given.items()}
+        return told or ALIASES
 
     def context(self, model: str) -> int:
         """Longest prompt + output in tokens that EVERY worker of the model takes, so that any of them can serve it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,6 +54,8 @@ class MiniLmEmbedder:
         """Raises FailedPrecondition when a package or file is missing or unusable. Takes about a second."""
         model = model or _find(MODEL_FILES, MAX_MODEL_BYTES)
         tokenizer = tokenizer or _find(TOKENIZER_FILES, MAX_TOKENIZER_BYTES)
+        # Official builds report to their maker over HTTPS, from the import on, unless this is set before it.
+        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
         try:
             import onnxruntime
             from tokenizers import Tokenizer

@@ -109,7 +109,7 @@ class RouterService:
         self.fleet = Fleet(settings.worker_timeout_s)
         self.cache = AnswerCache.from_settings(settings)
         self.routing = Routing(settings, self.fleet, self.cache)
-        self.hub = WatchHub(self.fleet, self.cache.status)
+        self.hub = WatchHub(self.fleet, self.cache.status, aliases=settings.alias_map)
         self.servicer = RouterServicer(settings.instance_name, self.fleet, self.routing, self.hub)
         context.server.add(
             router_pb2_grpc.add_RouterServicer_to_server,

@@ -8,7 +8,7 @@ bounded; past `MAX_PENDING` ids it simply gets the whole fleet again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 
 from kvmesh.errors import Overloaded, Unavailable
 from kvmesh.proto.v1 import router_pb2
@@ -22,8 +22,9 @@ MAX_WATCHERS = 1024
 class Watcher:
     """What one watcher has not been told yet."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, aliases: Mapping[str, str] | None = None) -> None:
         self._fleet = fleet
+        self._aliases = aliases or {}
         self._pending: set[str] = set()
         self._snapshot = True
         self.wake = asyncio.Event()
@@ -44,7 +45,9 @@ class Watcher:
         if self._snapshot:
             self._snapshot = False
             self._pending.clear()
-            return router_pb2.WatchResponse(snapshot=True, workers=[w.status() for w in self._fleet.workers])
+            return router_pb2.WatchResponse(
+                snapshot=True, workers=[w.status() for w in self._fleet.workers], aliases=self._aliases
+            )
         message = router_pb2.WatchResponse()
         for worker_id in sorted(self._pending):
             worker = self._fleet.get(worker_id)
@@ -65,11 +68,17 @@ class WatchHub:
     """All watchers of one router; listens to the fleet."""
 
     def __init__(
-        self, fleet: Fleet, cache_status: Callable[[], router_pb2.CacheStatus], heartbeat_s: float = HEARTBEAT_S
+        self,
+        fleet: Fleet,
+        cache_status: Callable[[], router_pb2.CacheStatus],
+        heartbeat_s: float = HEARTBEAT_S,
+        *,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         self._fleet = fleet
         self._cache_status = cache_status
         self._heartbeat_s = heartbeat_s
+        self._aliases = dict(aliases or {})
         self._watchers: set[Watcher] = set()
         self._closed = False
         fleet.add_listener(self)
@@ -81,7 +90,7 @@ class WatchHub:
         """Messages for one watcher, until it leaves. Raises Overloaded (too many), Unavailable (close)."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise Overloaded(f"{MAX_WATCHERS} watchers are attached", retry_after=5.0)
-        watcher = Watcher(self._fleet)
+        watcher = Watcher(self._fleet, self._aliases)
         self._watchers.add(watcher)
         try:
             while not self._closed:

@@ -150,15 +150,20 @@ async def test_sigterm_lets_running_streams_end_whole_and_refuses_new_ones(pair:
     ("flags", "problem"),
     [
         ({"model": "no-such-model"}, "no-such-model"),
-        ({"credentials_file": "/nonexistent/keys.toml"}, "No such file"),
+        ({"credentials_file": "/nonexistent/keys.toml"}, "mesh_token_file"),
+        ({"credentials_file": "/nonexistent/keys.toml", "mesh_token_file": "{token}"}, "No such file"),
         ({"ttft_limit_s": "-1"}, "ttft-limit-s"),
     ],
 )
-async def test_a_wrong_setting_is_told_and_ends_the_process(flags: dict[str, str], problem: str) -> None:
+async def test_a_wrong_setting_is_told_and_ends_the_process(
+    flags: dict[str, str], problem: str, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-token-long-enough\n")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "services.gateway", "--listen=127.0.0.1:0"),
-        *(f"--{key.replace('_', '-')}={value}" for key, value in flags.items()),
+        *(f"--{key.replace('_', '-')}={value.format(token=token)}" for key, value in flags.items()),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

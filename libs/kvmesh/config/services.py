@@ -31,9 +31,11 @@ class GatewaySettings(ServiceSettings):
         description='Model whose tokenizer and chat template are loaded; "" = what workers report.',
     )
     ttft_limit_s: float = Field(
-        default=60.0, gt=0, le=3600, description="Longest wait for the first token, in seconds."
+        default=60.0, gt=0, le=3600, description="Seconds to the first token where a request names no limit."
     )
-    total_limit_s: float = Field(default=600.0, gt=0, le=86400, description="Longest life of a request, in seconds.")
+    total_limit_s: float = Field(
+        default=600.0, gt=0, le=86400, description="Seconds in total where a request names no limit."
+    )
     route_timeout_ms: int = Field(
         default=100, ge=1, le=60_000, description="Milliseconds a router gets before the gateway places on its own."
     )
@@ -54,7 +56,7 @@ class GatewaySettings(ServiceSettings):
     max_prompt_tokens: int = Field(
         default=0, ge=0, le=10_000_000, description="Longest prompt in tokens; 0 = the model's context decides."
     )
-    max_choices: int = Field(default=16, ge=1, le=128, description="Largest n or best_of.")
+    max_choices: int = Field(default=16, ge=1, le=16, description="Largest n or best_of.")
     max_concurrent_requests: int = Field(
         default=4096, ge=1, le=1_000_000, description="Requests held at a time, all tenants."
     )

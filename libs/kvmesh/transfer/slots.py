@@ -110,12 +110,14 @@ class SlotTable:
             raise InvalidArgument(f"max_slots must be in 1..{MAX_SLOTS}, got {self.max_slots}")
         self._entries = [_Entry(self.first_generation % GENERATIONS) for _ in range(self.max_slots)]
         self._free: deque[int] = deque(range(self.max_slots))
+        # What is looked through at every event: a few, where the table has thousands.
+        self._taken: dict[int, Slot] = {}
 
     def __len__(self) -> int:
         return self.max_slots - len(self._free)
 
     def __iter__(self) -> Iterator[Slot]:
-        return iter([entry.current for entry in self._entries if entry.current is not None])
+        return iter(list(self._taken.values()))
 
     def get(self, slot: int, generation: int) -> Slot | None:
         """The slot, if this generation of it is current."""
@@ -133,6 +135,7 @@ class SlotTable:
         number = self._free.popleft()
         entry = self._entries[number]
         entry.current = Slot(number, entry.generation, expected, expires=now + ttl_s, opened=now, context=context)
+        self._taken[number] = entry.current
         return entry.current
 
     def bind(self, slot: int, generation: int, nbytes: int, peer: Peer, *, now: float) -> Slot:
@@ -215,6 +218,9 @@ class SlotTable:
     def check_integrity(self) -> None:
         """Raises AssertionError: every number is free once or taken, and no expectation is exceeded unnoticed."""
         taken = {slot.slot for slot in self}
+        assert taken == {n for n, entry in enumerate(self._entries) if entry.current is not None}, (
+            "a slot is overlooked"
+        )
         free = list(self._free)
         assert len(set(free)) == len(free), "a slot is free twice"
         assert taken.isdisjoint(free), "a slot is both free and taken"
@@ -249,5 +255,6 @@ class SlotTable:
     def _release(self, slot: Slot) -> None:
         entry = self._entries[slot.slot]
         entry.current = None
+        del self._taken[slot.slot]
         entry.generation = (entry.generation + 1) % GENERATIONS
         self._free.append(slot.slot)

@@ -60,7 +60,7 @@ class RingWatcher:
 
         Raises DataLoss for a ring that cannot be understood any more.
         """
-        # The doorbell is read first: a record that is published before the read value was rung is in the ring then.
+        # A record published after this loop may have layers rung already: it is found at the next look, none is lost.
         while (record := self._ring.consume()) is not None:
             table.record(record)
         value = self._doorbell.value

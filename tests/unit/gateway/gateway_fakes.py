@@ -228,6 +228,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
         self.workers = list(workers)
         self.routes, self.reports, self.watches = Log(), Log(), Log()
         self.decide: Callable[[router_pb2.RouteRequest], Awaitable[router_pb2.RouteResponse]] | None = None
+        self.aliases: dict[str, str] = {}
         self.address = ""
         self._server: RpcServer | None = None
         self._changed = asyncio.Event()
@@ -268,15 +269,20 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[router_pb2.WatchResponse]:
         self.watches.add(request.watcher_id)
-        yield router_pb2.WatchResponse(snapshot=True, workers=[worker.status() for worker in self.workers])
+        yield self.snapshot()
         while True:
             try:
                 async with asyncio.timeout(0.1):
                     await self._changed.wait()
                 self._changed.clear()
-                yield router_pb2.WatchResponse(snapshot=True, workers=[worker.status() for worker in self.workers])
+                yield self.snapshot()
             except TimeoutError:
                 yield router_pb2.WatchResponse()
+
+    def snapshot(self) -> router_pb2.WatchResponse:
+        """The whole list."""
+        workers = [worker.status() for worker in self.workers]
+        return router_pb2.WatchResponse(snapshot=True, workers=workers, aliases=self.aliases)
 
     def tell(self) -> None:
         """Send the list again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import grpc
 import pytest
 
 from gateway_world import World, end_of, kinds, text_of
@@ -37,6 +38,31 @@ async def test_an_alias_that_the_router_reads_otherwise(world: World) -> None:
     assert request.model == "other"
     assert len(request.token_ids) + request.sampling.max_tokens == 500
     assert not events[-1].finished.served.degraded
+
+
+async def test_an_alias_of_the_router_is_known_here(world: World) -> None:
+    await world.worker("first")
+    await world.worker("second", model="other", text="other")
+    router = await world.router([])
+    router.workers = world.workers
+    router.aliases = {"auto": "", "fast": "other"}
+
+    async def decide(request: router_pb2.RouteRequest) -> router_pb2.RouteResponse:
+        worker = world.workers[1] if request.model in ("fast", "other") else world.workers[0]
+        pair = router_pb2.Pair(decode=worker.info)
+        return router_pb2.RouteResponse(
+            placement=router_pb2.Placement(pair=pair, revision="rev-1"), model=worker.info.model, decision_id="d"
+        )
+
+    router.decide = decide
+    await world.start()
+    await world.until(lambda: len(world.gateway.fleet.links()) == 2)
+    events = await world.ask(model="fast")
+    assert text_of(events) == "other"
+    assert events[0].accepted.model == "other"
+    assert [request.model for request in router.routes.items] == ["fast"]
+    assert (await world.stub.GetModel(pb.GetModelRequest(name="fast"))).model.name == "other"
+    assert (await end_of(world.chat(model="slow"))).code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_the_default_length_fits_every_workers_pool(world: World) -> None:

@@ -277,10 +277,13 @@ def test_a_slow_watcher_gets_a_fresh_whole_instead_of_a_backlog(fleet: Fleet, mo
 
 
 async def test_the_stream_heartbeats_and_ends_on_close(fleet: Fleet) -> None:
-    hub = WatchHub(fleet, lambda: router_pb2.CacheStatus(embedder="none"), heartbeat_s=0.01)
+    aliases = {"auto": "", "fast": "m"}
+    hub = WatchHub(fleet, lambda: router_pb2.CacheStatus(embedder="none"), heartbeat_s=0.01, aliases=aliases)
     stream = hub.stream()
     async with asyncio.timeout(5):
-        assert (await anext(stream)).snapshot
+        first = await anext(stream)
+        assert first.snapshot
+        assert dict(first.aliases) == aliases
         assert len(hub) == 1
         beat = await anext(stream)
         assert (ids(beat), list(beat.removed), beat.cache.embedder) == ([], [], "none")

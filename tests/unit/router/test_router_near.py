@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -70,6 +73,16 @@ def test_texts_beyond_the_window_have_no_vector(minilm: MiniLmEmbedder) -> None:
     assert minilm.embed("") is None
     assert minilm.embed("   ") is None
     assert HashEmbedder().embed("...") is None
+
+
+def test_the_embedder_does_not_report_to_anybody(tmp_path: Path) -> None:
+    """onnxruntime's uploader begins with a session file in the temporary folder. A fresh process, as it is global."""
+    code = "from services.router.embedder import MiniLmEmbedder; MiniLmEmbedder()"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)
+    path = os.pathsep.join(sys.path)
+    subprocess.run([sys.executable, "-c", code], env={**environment, "PYTHONPATH": path}, check=True, timeout=60)
+    assert not list(tmp_path.iterdir())
 
 
 def test_embedders_by_name(tmp_path: Path) -> None:

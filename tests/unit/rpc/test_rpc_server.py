@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from kvmesh import errors
 from kvmesh.config import RouterSettings, ServiceSettings
 from kvmesh.proto.v1 import router_pb2_grpc
-from kvmesh.rpc import Access, RpcServer, cancelling, raising
+from kvmesh.rpc import Access, RpcServer, cancelling, raising, reflection
 from kvmesh.telemetry import metrics, names
 from rpc_echo import SERVICE, Echo, Text, add_echo
 
@@ -347,3 +347,41 @@ async def test_unknown_methods_are_unimplemented(mesh) -> None:
 async def test_the_advertised_address_is_reachable_by_others(mesh) -> None:
     server = await mesh.serve(unary=upper, settings={"advertise": "gateway.example:7000"})
     assert server.address == "gateway.example:7000"
+
+
+def reflect(channel):
+    """A reflection stream that has answered once and stays open."""
+    return channel.stream_stream(
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )(timeout=20)
+
+
+async def test_reflection_streams_are_bounded_in_number(mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may open one, without a deadline: they must not pile up."""
+    monkeypatch.setattr(reflection, "MAX_STREAMS", 1)
+    channel = mesh.channel(await mesh.serve())
+    listing = reflection_pb2.ServerReflectionRequest(list_services="")
+    first = reflect(channel)
+    await first.write(listing)
+    assert (await first.read()).HasField("list_services_response")
+    second = reflect(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await second.read()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await first.done_writing()
+    assert await first.read() is grpc.aio.EOF
+    third = reflect(channel)
+    await third.write(listing)
+    assert (await third.read()).HasField("list_services_response")
+    third.cancel()
+
+
+async def test_an_idle_reflection_stream_ends(mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reflection, "LIFE_S", 0.1)
+    call = reflect(mesh.channel(await mesh.serve()))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "lives" in (caught.value.details() or "")

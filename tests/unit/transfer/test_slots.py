@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import timeit
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -140,3 +142,12 @@ def test_writer_that_failed_has_drained() -> None:
 def test_an_expectation_is_of_something(expected: int) -> None:
     with pytest.raises(InvalidArgument):
         SlotTable(1).open(expected, now=0, ttl_s=1)
+
+
+def test_free_slots_cost_nothing_at_an_event() -> None:
+    """Each slot opened, completed or drained looks for the next expiry, on the loop that wakes the engine."""
+    tables = SlotTable(max_slots=1), SlotTable()
+    for table in tables:
+        table.open(8, now=0.0, ttl_s=1.0)
+    small, large = (min(timeit.repeat(table.next_expiry, number=200, repeat=5)) for table in tables)
+    assert large < 10 * small

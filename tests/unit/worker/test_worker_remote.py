@@ -318,10 +318,19 @@ async def test_a_call_that_is_cancelled_stops_its_transfer_though_nobody_closes_
         await m.prefill.pages_are_back()
 
 
-async def test_source_pages_stay_until_the_last_write_has_completed() -> None:
+@pytest.mark.parametrize("fault", [None, OSError("programmed")], ids=["told", "not told"])
+async def test_source_pages_stay_until_the_last_write_has_completed(fault: Exception | None) -> None:
     async with mesh() as m:
         source = m.prefill.sidecar
         source.hold_writes = source.hold_stops = True
+        cancel = source.cancel_transfer
+
+        async def cancel_transfer(*args: Any) -> None:
+            await cancel(*args)
+            if fault is not None:
+                raise fault
+
+        source.cancel_transfer = cancel_transfer
         request = m.gateway.request(prompt(200), prefill=[m.prefill.target()])
         answer = await m.gateway.submit(request)
         await until(lambda: RequestStep.COMPUTED in m.steps.seen)
@@ -395,6 +404,38 @@ async def test_prefill_failing_at_every_step_of_its_own(step: RequestStep) -> No
         answer = await m.ask(prompt(300), sampling=sampling(9))
         assert answer.tokens == {0: expected(prompt(300), 9)}
         assert m.steps.acted.is_set()
+        await m.all_back()
+
+
+@pytest.mark.parametrize("step", [s for s in RequestStep if s.name in (
+    "ADMITTED", "OPENING_SLOT", "SLOT_OPEN", "EXPOSED", "CALLING_PREFILL", "PREFILL_ACCEPTED", "KV_COMPLETE",
+    "JOINED")], ids=lambda step: step.value)  # fmt: skip
+async def test_a_fault_of_our_own_at_any_step_costs_a_local_prefill_not_the_request(step: RequestStep) -> None:
+    async with mesh() as m:
+
+        async def fail(key: RequestKey) -> None:
+            raise RuntimeError("programmed")
+
+        m.steps.at, m.steps.action = step, fail
+        answer = await m.ask(prompt(300), sampling=sampling(9))
+        assert answer.tokens == {0: expected(prompt(300), 9)}
+        assert answer.error is None
+        assert m.steps.acted.is_set()
+        await m.all_back()
+
+
+async def test_pages_come_back_though_the_sidecar_could_not_be_told() -> None:
+    async with mesh() as m:
+        close = m.decode.sidecar.close_slot
+
+        async def fail(*args: Any) -> None:
+            await close(*args)
+            raise OSError("programmed")
+
+        m.decode.sidecar.close_slot = fail
+        m.prefill.sidecar.refuse_start = "no common transport"
+        answer = await m.ask(prompt(300), sampling=sampling(9))
+        assert answer.tokens == {0: expected(prompt(300), 9)}
         await m.all_back()
 
 

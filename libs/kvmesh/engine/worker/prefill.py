@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -217,8 +219,11 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
                     handle = await outcome.starting
                 if handle is not None:
                     if not handle.done.done() and outcome.client is not None:
-                        with contextlib.suppress(KvmeshError):
+                        try:
                             await outcome.client.cancel_transfer(handle, "prefill was given up")
+                        except Exception as error:
+                            # Told or not: pages that are read may not go before `done`.
+                            log.warning("cancelling the transfer of %s failed: %r", run.public.request_id, error)
                     with contextlib.suppress(KvmeshError):
                         await asyncio.shield(handle.done)
         finally:

@@ -13,7 +13,6 @@ What must hold at every await, since a request may be cancelled at any of them:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -64,29 +63,38 @@ class RemotePrefill:
     async def run(self) -> None:
         """Ends with kv_ready or prefill_here; raises CancelledError where the request ended meanwhile."""
         with tracing.span(names.SPAN_DECODE_REMOTE_PREFILL, parent=self._request.trace_context()):
-            await self._step(RequestStep.ADMITTED)
-            cause = "no_target"
-            for target in list(self._request.targets):
-                try:
-                    await self._place(target)
-                except _NoSlot as error:
-                    log.warning("no slot for %s: %s", self._request.key.request_id, error)
-                    cause = "no_sidecar"
+            try:
+                await self._fetch()
+            except Exception:
+                # A fault of our own: without this the request would hold its pages until its deadline.
+                log.exception("fetching the KV of %s failed", self._request.key.request_id)
+                self._request.prefilled_here("failed")
+                self._ctx.core.prefill_here(self._key)
+
+    async def _fetch(self) -> None:
+        await self._step(RequestStep.ADMITTED)
+        cause = "no_target"
+        for target in list(self._request.targets):
+            try:
+                await self._place(target)
+            except _NoSlot as error:
+                log.warning("no slot for %s: %s", self._request.key.request_id, error)
+                cause = "no_sidecar"
+                break
+            except _Gone:
+                return
+            except KvmeshError as error:
+                cause = "failed"
+                # A later admission, after a preemption, does not ask it again.
+                self._request.targets.remove(target)
+                self._failed(target, error)
+                if not await self._pages_back():
                     break
-                except _Gone:
-                    return
-                except KvmeshError as error:
-                    cause = "failed"
-                    # A later admission, after a preemption, does not ask it again.
-                    self._request.targets.remove(target)
-                    self._failed(target, error)
-                    if not await self._pages_back():
-                        break
-                else:
-                    self._ctx.meters.remote_prefill("ok")
-                    await self._step(RequestStep.JOINED)
-                    return
-            await self._prefill_here(cause)
+            else:
+                self._ctx.meters.remote_prefill("ok")
+                await self._step(RequestStep.JOINED)
+                return
+        await self._prefill_here(cause)
 
     # -- one placement
 
@@ -222,8 +230,13 @@ class RemotePrefill:
         self._draining = self._ctx.spawn_cleanup(self._drain(client, slot, generation, reason), name="slot-drain")
 
     async def _drain(self, client: SidecarClient, slot: SlotHandle, generation: int | None, reason: str) -> None:
-        with contextlib.suppress(KvmeshError):
+        try:
             await client.close_slot(slot, reason)
+        except KvmeshError:
+            pass
+        except Exception:
+            # Whatever it was: the pages come back by `drained` alone.
+            log.exception("closing a slot of %s failed", self._request.key.request_id)
         await slot.drained
         if generation is not None:
             self._ctx.core.kv_drained(self._key, generation)

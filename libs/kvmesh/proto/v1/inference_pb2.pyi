@@ -302,7 +302,7 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Chosen by the caller to be able to Abort; default: chosen by the gateway. ALREADY_EXISTS while it runs."""
     cache_salt: _builtins.str
-    """Separates prefix and answer caches; default none."""
+    """Separates prefix and answer caches further; default none. Tenants share neither in any case."""
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
     @_builtins.property

@@ -366,10 +366,31 @@ Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
 class WatchResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class AliasesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    ALIASES_FIELD_NUMBER: _builtins.int
     snapshot: _builtins.bool
     """True when `workers` is the whole fleet (always so in the first message)."""
     @_builtins.property
@@ -382,6 +403,12 @@ class WatchResponse(_message.Message):
     def cache(self) -> Global___CacheStatus:
         """State of the caches, for `kvmesh status`."""
 
+    @_builtins.property
+    def aliases(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """With a snapshot: alias -> model ("" = what most workers serve). A watcher resolves a name that no worker bears by
+        it, to know whose tokenizer to use; the router's own answer to Route decides.
+        """
+
     def __init__(
         self,
         *,
@@ -389,10 +416,11 @@ class WatchResponse(_message.Message):
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         removed: _abc.Iterable[_builtins.str] | None = ...,
         cache: Global___CacheStatus | None = ...,
+        aliases: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "removed", b"removed", "snapshot", b"snapshot", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "cache", b"cache", "removed", b"removed", "snapshot", b"snapshot", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
