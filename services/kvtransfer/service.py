@@ -14,6 +14,7 @@ from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.proto.v1 import kvtransfer_pb2_grpc
 from kvmesh.rpc import Access, Deadline, ServiceContext, open_inner_channel
 from kvmesh.transfer.sidecar import Sidecar, SidecarOptions
+from kvmesh.transfer.transports.verbs import VerbsOptions
 
 
 class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServicer):
@@ -78,6 +79,12 @@ async def build(context: ServiceContext[KvTransferSettings]) -> KvTransferServic
         tcp_host=settings.tcp_listen_host,
         tcp_advertise=_advertised_host(settings),
         fake_faults=settings.fake_faults,
+        verbs=VerbsOptions(
+            device=settings.verbs_device,
+            gid_index=settings.verbs_gid_index,
+            qps=settings.verbs_qps,
+            polling=settings.verbs_polling,
+        ),
     )
     sidecar = Sidecar(options, on_engine=context.server.set_ready)
     await sidecar.start()

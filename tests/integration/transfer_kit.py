@@ -67,7 +67,9 @@ class SidecarProcess:
             "--drain-timeout-s=3",
             *self.flags,
         ]
-        env = os.environ | {"PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}"}
+        # What the caller has beside them (pyverbs, in the RDMA VM) is kept.
+        path = f"{ROOT / 'libs'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+        env = os.environ | {"PYTHONPATH": path}
         self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT)
         log.close()
         deadline = time.monotonic() + START_S

@@ -263,6 +263,16 @@ class KvTransferSettings(ServiceSettings):
         default=1024, ge=1, le=4096, description="Transfers open at a time (12 bits of the immediate)."
     )
     fake_faults: Path | None = Field(default=None, description="File of programmed faults of the fake transport.")
+    verbs_device: str = Field(
+        default="", max_length=64, description="RDMA device of the verbs transport (default: the first)."
+    )
+    verbs_gid_index: int = Field(
+        default=-1, ge=-1, le=65535, description="Its GID index; -1 chooses RoCE v2 over IPv4 where there is one."
+    )
+    verbs_qps: int = Field(default=4, ge=1, le=16, description="Queue pairs per link of the verbs transport.")
+    verbs_polling: Literal["auto", "events", "thread"] = Field(
+        default="auto", description="How it waits: completion channels, a spinning thread, or by the machine's size."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> KvTransferSettings:

@@ -875,6 +875,7 @@ class PeerRequest(_message.Message):
     DRAINED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     UNMAPPED_FIELD_NUMBER: _builtins.int
+    DATA_HELLO_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___PeerHello: ...
     @_builtins.property
@@ -895,6 +896,10 @@ class PeerRequest(_message.Message):
     def unmapped(self) -> Global___Unmapped:
         """Source to destination's successor: the dead incarnation's memory is unmapped here."""
 
+    @_builtins.property
+    def data_hello(self) -> Global___DataHello:
+        """Source to destination, where the transport has no data connection of its own (verbs): see DataHello."""
+
     def __init__(
         self,
         *,
@@ -904,12 +909,13 @@ class PeerRequest(_message.Message):
         drained: Global___Drained | None = ...,
         failed: Global___GenerationFailed | None = ...,
         unmapped: Global___Unmapped | None = ...,
+        data_hello: Global___DataHello | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "body", b"body", "drained", b"drained", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "unmapped", b"unmapped"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "body", b"body", "data_hello", b"data_hello", "drained", b"drained", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "unmapped", b"unmapped"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "body", b"body", "drained", b"drained", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "unmapped", b"unmapped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "body", b"body", "data_hello", b"data_hello", "drained", b"drained", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "unmapped", b"unmapped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "bind", "drained", "failed", "unmapped"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "bind", "drained", "failed", "unmapped", "data_hello"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -923,6 +929,7 @@ class PeerResponse(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     BIND_FIELD_NUMBER: _builtins.int
+    DATA_HELLO_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___PeerHelloReply: ...
     @_builtins.property
@@ -935,6 +942,8 @@ class PeerResponse(_message.Message):
     def bind(self) -> Global___BindReply:
         """Destination to source: bind refused (unknown slot, generation, incarnation)."""
 
+    @_builtins.property
+    def data_hello(self) -> Global___DataHelloReply: ...
     def __init__(
         self,
         *,
@@ -942,12 +951,13 @@ class PeerResponse(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         abort: Global___AbortSlot | None = ...,
         bind: Global___BindReply | None = ...,
+        data_hello: Global___DataHelloReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "bind", b"bind", "body", b"body", "heartbeat", b"heartbeat", "hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "bind", b"bind", "body", b"body", "data_hello", b"data_hello", "heartbeat", b"heartbeat", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "bind", b"bind", "body", b"body", "heartbeat", b"heartbeat", "hello", b"hello"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "bind", b"bind", "body", b"body", "data_hello", b"data_hello", "heartbeat", b"heartbeat", "hello", b"hello"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "abort", "bind"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "abort", "bind", "data_hello"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1020,22 +1030,26 @@ class TransportOffer(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    LINK_LAYER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """`shm`, `tcp`, `fake`, ..."""
     host_id: _builtins.str
     """shm: boot id of the host, to tell that both ends share memory."""
     reason: _builtins.str
     """In PeerHello.failed: why."""
+    link_layer: _builtins.int
+    """verbs: link layer of the port (1 InfiniBand, 2 Ethernet), which must be the same at both ends."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         host_id: _builtins.str = ...,
         reason: _builtins.str = ...,
+        link_layer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "name", b"name", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "link_layer", b"link_layer", "name", b"name", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1059,6 +1073,7 @@ class PeerHelloReply(_message.Message):
     LINK_ID_FIELD_NUMBER: _builtins.int
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    VERBS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.int
@@ -1078,6 +1093,10 @@ class PeerHelloReply(_message.Message):
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionInfo]: ...
     @_builtins.property
     def layout(self) -> Global___Layout: ...
+    @_builtins.property
+    def verbs(self) -> Global___VerbsEndpoint:
+        """verbs: the destination's queue pairs, in INIT, and what may be written to."""
+
     def __init__(
         self,
         *,
@@ -1095,14 +1114,96 @@ class PeerHelloReply(_message.Message):
         link_id: _builtins.int = ...,
         heartbeat_s: _builtins.float = ...,
         lease_s: _builtins.float = ...,
+        verbs: Global___VerbsEndpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "verbs", b"verbs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "engine_id", b"engine_id", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "layout", b"layout", "lease_s", b"lease_s", "link_id", b"link_id", "protocol", b"protocol", "reason", b"reason", "regions", b"regions", "sidecar_id", b"sidecar_id", "sidecar_incarnation", b"sidecar_incarnation", "token", b"token", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "engine_id", b"engine_id", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "layout", b"layout", "lease_s", b"lease_s", "link_id", b"link_id", "protocol", b"protocol", "reason", b"reason", "regions", b"regions", "sidecar_id", b"sidecar_id", "sidecar_incarnation", b"sidecar_incarnation", "token", b"token", "transport", b"transport", "verbs", b"verbs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PeerHelloReply: _TypeAlias = PeerHelloReply  # noqa: Y015
+
+@_typing.final
+class VerbsEndpoint(_message.Message):
+    """One end of a link of the verbs transport. Queue pair i of one end is connected to queue pair i of the other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GID_FIELD_NUMBER: _builtins.int
+    LID_FIELD_NUMBER: _builtins.int
+    MTU_FIELD_NUMBER: _builtins.int
+    QP_NUMBERS_FIELD_NUMBER: _builtins.int
+    PSNS_FIELD_NUMBER: _builtins.int
+    RECEIVES_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
+    MAILBOXES_FIELD_NUMBER: _builtins.int
+    gid: _builtins.bytes
+    """16 bytes; all zero where the port has only a LID."""
+    lid: _builtins.int
+    mtu: _builtins.int
+    """ibv_mtu: 1..5 for 256..4096 bytes. The smaller of both ends is used."""
+    receives: _builtins.int
+    """Destination only: receives posted per queue pair, that is, runs that may be in flight on it."""
+    @_builtins.property
+    def qp_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def psns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """First packet sequence number of each, 24 bits."""
+
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemoteMemory]:
+        """Destination only: where the writer may write, in the order of PeerHelloReply.regions."""
+
+    @_builtins.property
+    def mailboxes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemoteMemory]:
+        """Destination only: one mailbox of `receives` entries of 8 bytes per queue pair, in their order."""
+
+    def __init__(
+        self,
+        *,
+        gid: _builtins.bytes = ...,
+        lid: _builtins.int = ...,
+        mtu: _builtins.int = ...,
+        qp_numbers: _abc.Iterable[_builtins.int] | None = ...,
+        psns: _abc.Iterable[_builtins.int] | None = ...,
+        receives: _builtins.int = ...,
+        regions: _abc.Iterable[Global___RemoteMemory] | None = ...,
+        mailboxes: _abc.Iterable[Global___RemoteMemory] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gid", b"gid", "lid", b"lid", "mailboxes", b"mailboxes", "mtu", b"mtu", "psns", b"psns", "qp_numbers", b"qp_numbers", "receives", b"receives", "regions", b"regions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerbsEndpoint: _TypeAlias = VerbsEndpoint  # noqa: Y015
+
+@_typing.final
+class RemoteMemory(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    RKEY_FIELD_NUMBER: _builtins.int
+    address: _builtins.int
+    """What byte 0 is in work requests; a dma-buf is addressed by its offset."""
+    nbytes: _builtins.int
+    rkey: _builtins.int
+    def __init__(
+        self,
+        *,
+        address: _builtins.int = ...,
+        nbytes: _builtins.int = ...,
+        rkey: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "nbytes", b"nbytes", "rkey", b"rkey"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoteMemory: _TypeAlias = RemoteMemory  # noqa: Y015
 
 @_typing.final
 class DataHello(_message.Message):
@@ -1116,10 +1217,15 @@ class DataHello(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     LINK_ID_FIELD_NUMBER: _builtins.int
     SIDECAR_ID_FIELD_NUMBER: _builtins.int
+    VERBS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     token: _builtins.bytes
     link_id: _builtins.int
     sidecar_id: _builtins.str
+    @_builtins.property
+    def verbs(self) -> Global___VerbsEndpoint:
+        """verbs: the writer's queue pairs. The message comes over the control stream then."""
+
     def __init__(
         self,
         *,
@@ -1127,10 +1233,11 @@ class DataHello(_message.Message):
         token: _builtins.bytes = ...,
         link_id: _builtins.int = ...,
         sidecar_id: _builtins.str = ...,
+        verbs: Global___VerbsEndpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["verbs", b"verbs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_id", b"link_id", "protocol", b"protocol", "sidecar_id", b"sidecar_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_id", b"link_id", "protocol", b"protocol", "sidecar_id", b"sidecar_id", "token", b"token", "verbs", b"verbs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

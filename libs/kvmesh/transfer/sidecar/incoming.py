@@ -106,7 +106,9 @@ class IncomingLinks:
                 on_end=lambda reason: link.end(reason),
             )
         )
-        reply.endpoint, reply.token = endpoint
+        reply.endpoint, reply.token = endpoint.address, endpoint.token
+        if endpoint.verbs is not None:
+            reply.verbs.CopyFrom(endpoint.verbs)
         self.links[link.link_id] = link
         metrics.gauge(names.TRANSFER_PEERS).labels(link.transport.name).inc()
         log.info("link %x: %s writes by %s (%s)", link.link_id, link.peer, link.transport.name, link.reason)
@@ -229,6 +231,8 @@ class IncomingLinks:
                 session.apply(session.slots.writer_failed(link.link_id, failed.slot, failed.generation, reason))
             elif kind == "unmapped":
                 self._unmapped(message.unmapped, session)
+            elif kind == "data_hello":
+                await self._data_hello(link, message.data_hello)
             elif kind != "heartbeat":
                 raise InvalidArgument(f"a peer sent {kind or 'nothing that is known'}")
 
@@ -246,6 +250,11 @@ class IncomingLinks:
             reply.reason = f"{error.reason}: {error.message}"
             log.warning("link %x: bind refused: %s", link.link_id, error.message)
         link.outbox.put(pb.PeerResponse(bind=reply))
+
+    async def _data_hello(self, link: InLink, hello: pb.DataHello) -> None:
+        if hello.link_id != link.link_id:
+            raise InvalidArgument("a data hello for another link")
+        link.outbox.put(pb.PeerResponse(data_hello=await link.transport.join(hello)))
 
     async def _joined(self, link: InLink, inbound: Inbound, pidfd: int | None) -> None:
         link.inbound = inbound

@@ -13,6 +13,7 @@ from kvmesh.transfer.transports.base import Transport
 from kvmesh.transfer.transports.faulty import FakeTransport
 from kvmesh.transfer.transports.shm import ShmTransport
 from kvmesh.transfer.transports.tcp import TcpTransport
+from kvmesh.transfer.transports.verbs import VerbsOptions, VerbsTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class SidecarOptions:
     tcp_host: str = "127.0.0.1"
     tcp_advertise: str = ""
     fake_faults: Path | None = None
+    verbs: VerbsOptions | None = None
 
 
 def make_transport(name: str, options: SidecarOptions) -> Transport:
@@ -42,4 +44,6 @@ def make_transport(name: str, options: SidecarOptions) -> Transport:
         return FakeTransport(beside.with_name(beside.name + ".fake"), options.fake_faults)
     if name == "tcp":
         return TcpTransport(options.tcp_host, options.tcp_advertise)
+    if name == "verbs":
+        return VerbsTransport(options.verbs)
     raise FailedPrecondition(f"not implemented: transport {name}")

@@ -171,7 +171,7 @@ class OutgoingLinks:
 
     def tell_unmapped(self, link: OutLink) -> None:
         """Tell whoever serves that engine now that its memory is let go of, until somebody has heard it."""
-        if link.link_id and link.transport != "tcp":
+        if link.link_id and link.transport not in ("tcp", "verbs"):
             memory = link.session.memory
             notice = _Notice(link.notice(), link.key[3], memory.engine_id, memory.incarnation)
             self._untold[link.link_id] = notice

@@ -161,7 +161,9 @@ class OutLink:
                 self._take(reply)
                 try:
                     transport = self.owner.sidecar.transports[reply.transport]
-                    self.outbound = await transport.connect(reply, options.sidecar_id, options.connect_timeout_s)
+                    self.outbound = await transport.connect_over(
+                        lambda hello: self._ask(call, hello), reply, options.sidecar_id, options.connect_timeout_s
+                    )
                 except KvmeshError as error:
                     log.warning("link to %s: %s cannot be opened: %s", self.engine_id, reply.transport, error.message)
                     failed.append(pb.TransportOffer(name=reply.transport, reason=error.message[:200]))
@@ -189,6 +191,22 @@ class OutLink:
             raise Unavailable("the destination did not answer the hello")
         reply: pb.PeerHelloReply = response.hello
         return reply
+
+    async def _ask(self, call: Any, hello: pb.DataHello) -> pb.DataHelloReply:
+        """A data hello over the stream, before it is served."""
+        timeout_s = self.owner.sidecar.options.connect_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await call.write(pb.PeerRequest(data_hello=hello))
+                async for response in call:
+                    if response.WhichOneof("body") == "data_hello":
+                        answer: pb.DataHelloReply = response.data_hello
+                        return answer
+                    if response.WhichOneof("body") != "heartbeat":
+                        break
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.key[3]} did not answer the data hello within {timeout_s:g} s") from None
+        raise Unavailable("the destination did not answer the data hello")
 
     def _take(self, reply: pb.PeerHelloReply) -> None:
         """Check the reply: nothing of it may be believed without."""

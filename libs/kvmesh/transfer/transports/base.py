@@ -89,10 +89,15 @@ class EngineMemory:
 
 
 class Endpoint(NamedTuple):
-    """Where a writer connects for data, and the token that opens it once."""
+    """Where a writer connects for data, and the token that opens it once. verbs: what that transport's writer needs."""
 
     address: str
     token: bytes
+    verbs: pb.VerbsEndpoint | None = None
+
+
+Ask = Callable[[pb.DataHello], Awaitable[pb.DataHelloReply]]
+"""Send a data hello over the control stream of a link and return its answer; bounded in time. Raises KvmeshError."""
 
 
 class Outbound(ABC):
@@ -228,6 +233,14 @@ class Transport(ABC):
     @abstractmethod
     async def connect(self, reply: pb.PeerHelloReply, sidecar_id: str, timeout_s: float) -> Outbound:
         """Writer: open the data connection. Raises KvmeshError; another transport may then be tried."""
+
+    async def connect_over(self, ask: Ask, reply: pb.PeerHelloReply, sidecar_id: str, timeout_s: float) -> Outbound:
+        """Writer: as `connect`, for transports whose data hello goes over the control stream."""
+        return await self.connect(reply, sidecar_id, timeout_s)
+
+    async def join(self, hello: pb.DataHello) -> pb.DataHelloReply:
+        """Destination: a data hello that came over the control stream."""
+        return pb.DataHelloReply(ok=False, reason=f"{self.name} takes its data hello elsewhere")
 
     @abstractmethod
     async def close(self) -> None:

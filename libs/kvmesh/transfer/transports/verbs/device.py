@@ -1,0 +1,213 @@
+"""An RDMA device: its port, and the memory that is registered with it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvmesh.errors import FailedPrecondition, InvalidArgument, Unavailable
+from kvmesh.transfer.transports.verbs.options import VerbsOptions
+from kvmesh.transfer.transports.verbs.shim import Api
+
+log = logging.getLogger(__name__)
+GID_BYTES = 16
+MAX_GIDS = 64
+LINK_INFINIBAND = 1
+LINK_ETHERNET = 2
+_IPV4 = bytes(10) + b"\xff\xff"
+_LINK_LOCAL = b"\xfe\x80"
+
+
+class Port(NamedTuple):
+    """What a peer must know of the port, and what we must know to reach one. mtu: ibv_mtu."""
+
+    number: int
+    link_layer: int
+    lid: int
+    mtu: int
+    gid_index: int
+    gid: bytes
+
+
+class Memory(NamedTuple):
+    """Registered memory. address: what offset 0 is in work requests (in a dma-buf: where the registration starts)."""
+
+    address: int
+    nbytes: int
+    lkey: int
+    rkey: int
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    mr: Any
+    memory: Memory
+    users: int
+
+
+class Device:
+    """An open device with one protection domain. Raises Unavailable with the reason where it cannot be used."""
+
+    def __init__(self, api: Api, options: VerbsOptions) -> None:
+        self.api = api
+        self.options = options
+        self.name = _choose(api, options.device)
+        self.context: Any = None
+        try:
+            self.context = api.Context(name=self.name)
+            self._check(self.context.query_device())
+            self.port = self._port()
+            self.pd = api.PD(self.context)
+        except api.error as error:
+            self._close_context()
+            raise Unavailable(f"{self.name} cannot be opened: {error}") from None
+        except BaseException:
+            self._close_context()
+            raise
+        # The loop and the mover both register and release.
+        self._lock = threading.Lock()
+        self._entries: dict[tuple[str, int, int], _Entry] = {}
+
+    def register(self, address: int, nbytes: int) -> Memory:
+        """Host memory for local and remote writes. The same memory is registered once, for all who ask. The caller
+        keeps it mapped until the last `release`. Raises Unavailable."""
+        return self._register(("host", address, nbytes), lambda flags: self._host_mr(address, nbytes, flags))
+
+    def register_dmabuf(self, fd: int, nbytes: int, offset: int = 0) -> Memory:
+        """Device memory that its driver exported as a dma-buf; it is addressed by offset. `fd` may be closed after.
+        The same (fd, offset) must not be used for other memory before `release`. Raises Unavailable."""
+
+        def make(flags: int) -> tuple[Any, int]:
+            return self.api.DmaBufMR(self.pd, nbytes, flags, dmabuf=fd, offset=offset), offset
+
+        return self._register(("dmabuf", fd, offset), make)
+
+    def release(self, memory: Memory) -> None:
+        """Give a registration back; the last user's ends it. No work request may name it by then."""
+        with self._lock:
+            for key, entry in self._entries.items():
+                if entry.memory == memory:
+                    entry.users -= 1
+                    if not entry.users:
+                        del self._entries[key]
+                        entry.mr.close()
+                    return
+        raise InvalidArgument("memory that is not registered")
+
+    @property
+    def registered(self) -> int:
+        """Registrations in force."""
+        return len(self._entries)
+
+    def close(self) -> None:
+        """Let go of everything; queue pairs and completion queues are closed by then. Idempotent."""
+        if self.context is None:
+            return
+        for entry in self._entries.values():
+            entry.mr.close()
+        self._entries.clear()
+        self.pd.close()
+        self._close_context()
+
+    def _close_context(self) -> None:
+        if self.context is not None:
+            with contextlib.suppress(self.api.error):
+                self.context.close()
+            self.context = None
+
+    def _host_mr(self, address: int, nbytes: int, flags: int) -> tuple[Any, int]:
+        return self.api.MR(self.pd, nbytes, flags, address=address), address
+
+    def _register(self, key: tuple[str, int, int], make: Callable[[int], tuple[Any, int]]) -> Memory:
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = self._make(key[0] == "host", make)
+            entry.users += 1
+            return entry.memory
+
+    def _make(self, host: bool, make: Callable[[int], tuple[Any, int]]) -> _Entry:
+        if self.context is None:
+            # pyverbs would end the process.
+            raise Unavailable("the device is closed")
+        enums = self.api.enums
+        flags = int(enums.IBV_ACCESS_LOCAL_WRITE) | int(enums.IBV_ACCESS_REMOTE_WRITE)
+        try:
+            mr, address = make(flags)
+        except self.api.error as error:
+            hint = "; is `ulimit -l` (memlock) large enough?" if host else ""
+            raise Unavailable(f"{self.name} cannot register memory: {error}{hint}") from None
+        return _Entry(mr, Memory(address, int(mr.length), int(mr.lkey), int(mr.rkey)), 0)
+
+    def _check(self, attributes: Any) -> None:
+        """Is it large enough?"""
+        options = self.options
+        requests = options.qps * (options.send_depth + options.receives + 8)
+        for name, need in (("max_qp_wr", max(options.send_depth, options.receives)), ("max_cqe", requests)):
+            have = int(getattr(attributes, name))
+            if have < need:
+                raise Unavailable(f"{self.name} has {name} {have}, {need} are needed: lower send_depth or qps")
+
+    def _port(self) -> Port:
+        number, enums = self.options.port, self.api.enums
+        state = self.context.query_port(number)
+        if int(state.state) != int(enums.IBV_PORT_ACTIVE):
+            raise Unavailable(f"port {number} of {self.name} is not active")
+        layer = int(state.link_layer) or LINK_INFINIBAND
+        index, gid = self._gid(number, layer, int(state.gid_tbl_len))
+        return Port(number, layer, int(state.lid), int(state.active_mtu), index, gid)
+
+    def _gid(self, port: int, layer: int, count: int) -> tuple[int, bytes]:
+        """The best entry: on Ethernet RoCE v2 over IPv4, then over routed IPv6, then what there is."""
+        wanted = self.options.gid_index
+        indices: Sequence[int] = [wanted] if wanted >= 0 else range(min(count, MAX_GIDS))
+        best: tuple[int, int, bytes] | None = None
+        for index in indices:
+            try:
+                gid = gid_bytes(self.context.query_gid(port, index).gid)
+            except self.api.error:
+                continue
+            if gid == bytes(GID_BYTES):
+                continue
+            score = 1
+            if layer == LINK_ETHERNET:
+                score += 4 * self._is_v2(port, index) + 2 * gid.startswith(_IPV4) + (not gid.startswith(_LINK_LOCAL))
+            if best is None or score > best[0]:
+                best = (score, index, gid)
+        if best is None:
+            if layer == LINK_ETHERNET:
+                raise Unavailable(f"port {port} of {self.name} has no GID (index {wanted})")
+            return 0, bytes(GID_BYTES)
+        return best[1], best[2]
+
+    def _is_v2(self, port: int, index: int) -> bool:
+        try:
+            return int(self.context.query_gid_type(port, index)) == int(self.api.enums.IBV_GID_TYPE_SYSFS_ROCE_V2)
+        except self.api.error:
+            return False
+
+
+def _choose(api: Api, wanted: str) -> str:
+    try:
+        names = [device.name.decode() for device in api.get_device_list()]
+    except api.error:
+        names = []
+    if not names:
+        raise Unavailable("this machine has no RDMA device")
+    if wanted and wanted not in names:
+        raise FailedPrecondition(f"no RDMA device {wanted!r}; there is {', '.join(names)}")
+    return wanted or names[0]
+
+
+def gid_bytes(text: str) -> bytes:
+    """A GID as 16 bytes from pyverbs' eight words."""
+    return bytes.fromhex(text.replace(":", ""))
+
+
+def gid_text(gid: bytes) -> str:
+    """And back."""
+    return ":".join(gid[i : i + 2].hex() for i in range(0, GID_BYTES, 2))

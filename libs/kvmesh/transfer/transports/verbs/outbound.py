@@ -1,0 +1,315 @@
+"""The writer's end of a verbs link: runs of plain writes, each closed by one write-with-immediate, over several queue
+pairs. Nothing is posted that is not paid for in credits; nothing that failed is posted again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvmesh.errors import DataLoss, InvalidArgument, KvmeshError, Unavailable
+from kvmesh.transfer.transports.base import Completion, Outbound, Write
+from kvmesh.transfer.transports.verbs.credits import SendCredits
+from kvmesh.transfer.transports.verbs.device import Device, Memory
+from kvmesh.transfer.transports.verbs.mailbox import Mailbox
+from kvmesh.transfer.transports.verbs.qp import (
+    KIND_CLOSE,
+    KIND_INNER,
+    KIND_RECEIVE,
+    KIND_WORD,
+    CompletionQueue,
+    Done,
+    QueuePair,
+    Row,
+)
+
+log = logging.getLogger(__name__)
+POLL_BATCH = 64
+_WHAT = {KIND_CLOSE: "a run", KIND_INNER: "a write", KIND_RECEIVE: "a receive", KIND_WORD: "a word"}
+
+
+@dataclass(slots=True, eq=False)
+class Target:
+    """What the destination lets this link write to. rings: address and rkey of each queue pair's mailbox."""
+
+    regions: Sequence[Memory]
+    rings: Sequence[tuple[int, int]]
+    receives: int
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A write until it has completed."""
+
+    write: Write
+    next_row: int = 0
+    runs_out: int = 0
+    error: str = ""
+    ended: bool = False
+
+    @property
+    def posted(self) -> bool:
+        return self.next_row == len(self.write.length)
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    parts: list[_Pending]
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """One queue pair with its accounts."""
+
+    pair: QueuePair
+    credits: SendCredits
+    runs: deque[_Run] = field(default_factory=deque)
+
+
+class VerbsOutbound(Outbound):
+    """Takes the queue pairs, the queue and the mailbox over. sources: this engine's regions."""
+
+    def __init__(
+        self,
+        device: Device,
+        queue: CompletionQueue,
+        pairs: Sequence[QueuePair],
+        mailbox: Mailbox,
+        mail: Memory,
+        sources: Sequence[Memory],
+        target: Target,
+    ) -> None:
+        self._device = device
+        self._cq = queue
+        self._mailbox = mailbox
+        self._mail = mail
+        self._sources = sources
+        self._target = target
+        options = device.options
+        self._options = options
+        self._spins = options.spins
+        self._lanes = [_Lane(pair, SendCredits(options.send_depth, target.receives)) for pair in pairs]
+        self._turn = 0
+        self._queue: deque[_Pending] = deque()
+        self._completions: list[Completion] = []
+        self._broken = ""
+        self._fault = ""
+        self._closed = False
+
+    # --- the interface -------------------------------------------------------------------------------------------
+
+    def post(self, write: Write) -> None:
+        if self._broken:
+            self._completions.append(Completion(write.context, 0, self._broken))
+        else:
+            self._queue.append(_Pending(write))
+
+    def poll(self, budget: int) -> list[Completion]:
+        if not self._broken:
+            try:
+                self._collect()
+                self._fill(budget)
+            except (KvmeshError, self._device.api.error) as error:
+                self.fence(str(error))
+        completions, self._completions = self._completions, []
+        return completions
+
+    def flush(self, immediate: int) -> None:
+        kept: deque[_Pending] = deque()
+        for pending in self._queue:
+            if pending.write.immediate != immediate:
+                kept.append(pending)
+                continue
+            # Of one that has begun nothing more is posted; it ends when what was posted has completed.
+            pending.error = "flushed"
+            self._settle(pending, over=True)
+        self._queue = kept
+
+    def fence(self, reason: str) -> None:
+        if not self._broken:
+            self._broken = reason
+            self._tear_down()
+        for lane in self._lanes:
+            for run in lane.runs:
+                for pending in run.parts:
+                    self._end(pending, self._broken)
+            lane.runs.clear()
+        for pending in self._queue:
+            self._end(pending, self._broken)
+        self._queue.clear()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.fence("closed")
+        self._cq.close()
+        self._device.release(self._mail)
+        self._mailbox.close()
+
+    @property
+    def busy(self) -> bool:
+        if self._completions:
+            return True
+        if self._broken:
+            return False
+        return bool(self._queue and self._lane() is not None) or (self._spins and self.outstanding > 0)
+
+    @property
+    def broken(self) -> str:
+        return self._broken
+
+    @property
+    def outstanding(self) -> int:
+        """Work requests posted and not completed."""
+        return sum(lane.credits.outstanding for lane in self._lanes)
+
+    def wait_fds(self) -> list[tuple[int, int]]:
+        return [] if self._broken else [(self._cq.fd, select.POLLIN)]
+
+    # --- posting -------------------------------------------------------------------------------------------------
+
+    def _lane(self) -> _Lane | None:
+        """The next queue pair on which a run may start."""
+        count = len(self._lanes)
+        for step in range(count):
+            lane = self._lanes[(self._turn + step) % count]
+            if lane.credits.room:
+                self._turn = (self._turn + step) % count
+                return lane
+        return None
+
+    def _fill(self, budget: int) -> None:
+        while self._queue and budget > 0:
+            lane = self._lane()
+            if lane is None:
+                return
+            rows, run = self._next_run(min(lane.credits.room - 1, self._options.run_rows))
+            number = lane.credits.take(len(rows) + 1)
+            place = lane.pair.place
+            base, rkey = self._target.rings[place]
+            entry = self._mailbox.put(place, number, run.nbytes)
+            into = base + entry - self._mailbox.ring_address(place)
+            lane.runs.append(run)
+            lane.pair.post_run(number, rows, entry, self._mail, into, rkey, run.parts[0].write.immediate)
+            budget -= run.nbytes
+            self._turn += 1
+
+    def _next_run(self, max_rows: int) -> tuple[list[Row], _Run]:
+        """Rows of one generation from the head of the queue, of several writes where they fit."""
+        rows: list[Row] = []
+        run = _Run([], 0)
+        immediate = self._queue[0].write.immediate
+        while self._queue and len(rows) < max_rows and run.nbytes < self._options.run_bytes:
+            pending = self._queue[0]
+            if pending.write.immediate != immediate:
+                break
+            moved = self._take_rows(pending, rows, max_rows, run.nbytes)
+            pending.runs_out += 1
+            run.parts.append(pending)
+            run.nbytes += moved
+            if pending.posted:
+                self._queue.popleft()
+        return rows, run
+
+    def _take_rows(self, pending: _Pending, rows: list[Row], max_rows: int, nbytes: int) -> int:
+        """Checked against both registrations: what is outside of them is never posted. Raises InvalidArgument."""
+        write = pending.write
+        source, target = self._sources[write.src_region], self._target.regions[write.dst_region]
+        first = pending.next_row
+        last = min(len(write.length), first + max_rows - len(rows))
+        limit = self._options.run_bytes - nbytes
+        moved = 0
+        row = first
+        src_end, dst_end = source.nbytes, target.nbytes
+        src_base, lkey, dst_base, rkey = source.address, source.lkey, target.address, target.rkey
+        for src, dst, length in zip(
+            write.src[first:last], write.dst[first:last], write.length[first:last], strict=True
+        ):
+            if moved >= limit:
+                break
+            if src < 0 or dst < 0 or length < 1 or src + length > src_end or dst + length > dst_end:
+                raise InvalidArgument(f"a write of {length} bytes from {src} to {dst} is outside of its region")
+            rows.append((src_base + src, lkey, dst_base + dst, rkey, length))
+            moved += length
+            row += 1
+        pending.next_row = row
+        return moved
+
+    # --- completing ----------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        while True:
+            found = self._cq.poll(POLL_BATCH)
+            for done in found:
+                self._completed(done)
+            if self._fault:
+                raise Unavailable(self._fault)
+            if len(found) < POLL_BATCH:
+                return
+
+    def _completed(self, done: Done) -> None:
+        lane = self._lanes[done.qp]
+        if done.status and not self._fault:
+            # The first is the cause; what is flushed after it has another status.
+            self._fault = f"{_WHAT[done.kind]} on queue pair {done.qp} completed with status {done.status}"
+        if done.kind == KIND_CLOSE:
+            # In order on its queue pair: all that was posted before it is over too.
+            lane.credits.completed(done.sequence)
+            run = lane.runs.popleft()
+            for pending in run.parts:
+                pending.runs_out -= 1
+                pending.error = pending.error or (self._fault if done.status else "")
+                self._settle(pending)
+        elif done.status:
+            return
+        elif done.kind == KIND_RECEIVE:
+            lane.credits.returned(done.immediate)
+            if not self._broken:
+                lane.pair.post_receives(1)
+        else:
+            raise DataLoss(f"a completion of kind {done.kind}, which is never asked for")
+
+    def _settle(self, pending: _Pending, *, over: bool = False) -> None:
+        """End a write of which nothing is in flight and nothing more will be posted."""
+        if not pending.runs_out and (over or pending.posted or pending.error):
+            self._end(pending, pending.error)
+
+    def _end(self, pending: _Pending, error: str) -> None:
+        if not pending.ended:
+            pending.ended = True
+            self._completions.append(Completion(pending.write.context, 0 if error else pending.write.nbytes, error))
+
+    def _tear_down(self) -> None:
+        """Queue pairs to ERR, what they held drained, then destroyed: after that the device reads no page of ours."""
+        for lane in self._lanes:
+            lane.pair.fail()
+        until = time.monotonic() + self._options.drain_timeout_s
+        while self.outstanding:
+            if self._drain():
+                continue
+            remaining = until - time.monotonic()
+            if remaining <= 0:
+                log.warning("verbs: %d requests were not flushed in time; their queue pairs go now", self.outstanding)
+                break
+            self._cq.wait(remaining)
+        for lane in self._lanes:
+            lane.pair.close()
+            lane.credits.flushed()
+
+    def _drain(self) -> bool:
+        """True where something has come."""
+        try:
+            found = self._cq.poll(POLL_BATCH)
+        except self._device.api.error:
+            return False
+        for done in found:
+            # What a faulty peer told does not matter any more.
+            with contextlib.suppress(KvmeshError):
+                self._completed(done)
+        return bool(found)

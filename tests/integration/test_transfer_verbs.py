@@ -1,0 +1,168 @@
+"""The verbs transport in sidecars: over a fake of pyverbs in this process, and where there is no device."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from kvmesh.errors import KvmeshError, TransferFailed
+from kvmesh.proto.v1 import kvtransfer_pb2_grpc
+from kvmesh.rpc import MeshChannel
+from kvmesh.transfer.sidecar import Sidecar, SidecarOptions
+from kvmesh.transfer.sidecar import sidecar as sidecar_module
+from kvmesh.transfer.transports.verbs import VerbsOptions, VerbsTransport
+from kvmesh.transfer.transports.verbs.shim import load
+from kvmesh.transfer.transports.verbs.stub import RETRY_EXCEEDED, StubNetwork
+from services.kvtransfer.service import KvTransferServicer
+from transfer_kit import Engine, SidecarProcess, make_layout, sidecars, soon
+
+SRC, DST = [5, 6, 7, 20, 3, 9], [40, 41, 2, 30, 31, 32]
+
+
+class Here:
+    """A sidecar in the test's own process; to an Engine it looks like a SidecarProcess."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.socket = folder / f"{name}.sock"
+        options = SidecarOptions(
+            name,
+            self.socket,
+            lambda address: MeshChannel(grpc.aio.insecure_channel(address), address, None, 5.0),
+            transports=("verbs",),
+            heartbeat_s=0.2,
+            lease_s=2.0,
+        )
+        self.sidecar = Sidecar(options, on_engine=lambda present: None)
+        self.server = grpc.aio.server()
+
+    async def start(self) -> Here:
+        await self.sidecar.start()
+        kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(self.sidecar), self.server)
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        self.sidecar.control_address = f"127.0.0.1:{port}"
+        await self.sidecar.listen()
+        return self
+
+    async def close(self) -> None:
+        await self.sidecar.close()
+        await self.server.stop(0)
+
+
+@pytest.fixture
+async def network(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StubNetwork]:
+    made = StubNetwork()
+
+    def make(name: str, options: Any) -> VerbsTransport:
+        return VerbsTransport(VerbsOptions(polling="events", qps=2, receives=4, run_rows=2), made.api())
+
+    monkeypatch.setattr(sidecar_module, "make_transport", make)
+    yield made
+    assert made.violations == []
+    assert made.open_objects == 0
+
+
+@pytest.fixture
+async def pair(tmp_path: Path, network: StubNetwork) -> AsyncIterator[tuple[Here, Here]]:
+    a, b = await Here("src", tmp_path).start(), await Here("dst", tmp_path).start()
+    yield a, b
+    network.hold = False
+    await a.close()
+    await b.close()
+
+
+async def test_layer_by_layer_failure_and_again(pair: tuple[Here, Here], network: StubNetwork) -> None:
+    a, b = pair
+    layout = make_layout()
+    source = await Engine("p", a, layout).connect()  # type: ignore[arg-type]
+    target = await Engine("d", b, make_layout(num_pages=48)).connect()  # type: ignore[arg-type]
+    source.fill(1)
+    want = target.pages.copy()
+    want[:, DST] = source.pages[:, SRC]
+
+    async def move() -> None:
+        slot = await target.open(DST)
+        transfer = await soon(source.client.start_transfer(target.describe(slot, DST), {"main": SRC}, ready_pages=2))
+        assert transfer.transport == "verbs"
+        source.step(transfer, 2, 3)
+        source.client.send_pages(transfer, 5, 1)
+        assert (await soon(slot.completed)).bytes == slot.expected_bytes
+        assert await soon(transfer.done) == slot.expected_bytes
+        np.testing.assert_array_equal(target.pages, want)
+
+    await move()
+    # A request fails: the generation fails on both sides, its pages come back, and the next link is a new one.
+    network.fail_status, network.fail_after = RETRY_EXCEEDED, 5
+    slot = await target.open(DST)
+    transfer = await soon(source.client.start_transfer(target.describe(slot, DST), {"main": SRC}, ready_pages=6))
+    with pytest.raises(TransferFailed, match=f"status {RETRY_EXCEEDED}"):
+        await soon(transfer.done)
+    with pytest.raises(TransferFailed):
+        await soon(slot.completed)
+    await soon(slot.drained)
+    target.pages[:, DST] = 0
+    await move()
+    # Aborted half way: drained on the same link.
+    network.hold = True
+    slot = await target.open(DST)
+    transfer = await soon(source.client.start_transfer(target.describe(slot, DST), {"main": SRC}, ready_pages=6))
+    await target.client.close_slot(slot, "not wanted")
+    with pytest.raises(TransferFailed, match="not wanted"):
+        await soon(slot.completed)
+    await asyncio.sleep(0)
+    assert not slot.drained.done(), "writes are in flight"
+    network.hold = False
+    network.run()
+    await soon(slot.drained)
+    # Whether the abort or the last completion came first is open.
+    with contextlib.suppress(TransferFailed):
+        await soon(transfer.done)
+    await move()
+    status = b.sidecar.status()
+    assert status.counters.slots_completed == 3
+    assert status.slots_open == 0
+    assert status.transports[0].reason == "stub0 port 1 gid 2, completion channels"
+    # The engines go: links are fenced, and nothing is left registered (see the fixture).
+    await target.close()
+    await source.close()
+
+
+async def test_no_device_no_verbs_and_the_reason_is_told(tmp_path: Path) -> None:
+    try:
+        load().get_device_list()
+        pytest.skip("this machine has an RDMA device")
+    except KvmeshError:
+        pass
+    except Exception:
+        # pyverbs is there, and finds none.
+        pass
+    async with sidecars(tmp_path, "--transports=verbs,shm") as (a, b):
+        for process in (a, b):
+            verbs, shm = (await process.status()).transports
+            assert (verbs.name, verbs.usable, shm.usable) == ("verbs", False, True)
+            assert "pyverbs" in verbs.reason or "no RDMA device" in verbs.reason
+        source = await Engine("p", a, make_layout()).connect()
+        target = await Engine("d", b, make_layout()).connect()
+        slot = await target.open(DST)
+        transfer = await soon(source.client.start_transfer(target.describe(slot, DST), {"main": SRC}, ready_pages=6))
+        assert transfer.transport == "shm"
+        await soon(slot.completed)
+        await source.close()
+        await target.close()
+
+
+async def test_verbs_alone_without_a_device_is_a_clear_end(tmp_path: Path) -> None:
+    process = SidecarProcess("src", tmp_path, "--transports=verbs")
+    try:
+        with pytest.raises(AssertionError, match="no transport can be used"):
+            await process.start()
+        assert "transport verbs cannot be used: " in process.log()
+    finally:
+        process.stop()
