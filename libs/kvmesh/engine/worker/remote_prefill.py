@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvmesh.engine.events import Admitted
+from kvmesh.engine.worker.awaiting import AwaitingRequest
 from kvmesh.engine.worker.context import WorkerContext
 from kvmesh.engine.worker.prefill_call import PrefillCall
 from kvmesh.engine.worker.steps import RequestStep
@@ -26,9 +27,6 @@ from kvmesh.rpc.limits import Deadline
 from kvmesh.telemetry import names, tracing
 from kvmesh.transfer.client import SidecarClient, SlotHandle, SlotResult
 from kvmesh.transfer.descriptor import build_descriptor, slot_bytes
-
-if TYPE_CHECKING:
-    from kvmesh.engine.worker.requests import DecodeRequest
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ class RemotePrefill:
     """The flow of one admission. `run` is spawned when the core reports that the request awaits KV, and cancelled when
     the request ends."""
 
-    def __init__(self, ctx: WorkerContext, request: DecodeRequest, admitted: Admitted) -> None:
+    def __init__(self, ctx: WorkerContext, request: AwaitingRequest, admitted: Admitted) -> None:
         self._ctx = ctx
         self._request = request
         self._key = request.key

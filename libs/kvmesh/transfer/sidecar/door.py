@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, Unavailable
 from kvmesh.kv.fds import close_fds
@@ -22,14 +22,11 @@ from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import BackgroundTasks
 from kvmesh.transfer.descriptor import MAX_ID_CHARS, layout_from_proto
 from kvmesh.transfer.sends import SendTable
-from kvmesh.transfer.sidecar.engine import EngineSession
+from kvmesh.transfer.sidecar.engine import EngineSession, SessionHost
 from kvmesh.transfer.transports.base import EngineMemory
 from kvmesh.transfer.transports.shm import listen_unix, prefault
 from kvmesh.transfer.watcher import RingWatcher
 from kvmesh.transfer.wire import MAX_HELLO_BYTES, PROTOCOL, FrameSocket
-
-if TYPE_CHECKING:
-    from kvmesh.transfer.sidecar.sidecar import Sidecar
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +36,26 @@ MAX_REGIONS = 64
 MAX_ORPHANS = 4096
 
 
+class DoorHost(SessionHost, Protocol):
+    """The sidecar, as its door sees it."""
+
+    control_address: str
+    vacant: asyncio.Event
+
+    def engine_joined(self, session: EngineSession) -> None:
+        """An engine has registered."""
+
+    def engine_ending(self, session: EngineSession) -> None:
+        """Its connection is over; nothing new is taken in for it."""
+
+    def engine_gone(self, session: EngineSession) -> None:
+        """Everything of it is let go of: the next may come."""
+
+
 class EngineServer:
     """Accepts engines, one life after the other."""
 
-    def __init__(self, sidecar: Sidecar) -> None:
+    def __init__(self, sidecar: DoorHost) -> None:
         self._sidecar = sidecar
         self._server: socket.socket | None = None
         self._tasks = BackgroundTasks()

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from opentelemetry.trace import Span
@@ -29,14 +29,13 @@ from kvmesh.transfer.descriptor import (
 )
 from kvmesh.transfer.immediate import GENERATIONS, pack
 from kvmesh.transfer.sends import Send, SendDone, SendEvent, SendTable
+from kvmesh.transfer.sidecar.contracts import Counters, Host
+from kvmesh.transfer.sidecar.incoming import IncomingLinks, InLink
+from kvmesh.transfer.sidecar.outgoing import OutgoingLinks
 from kvmesh.transfer.sidecar.outlink import OutTransfer
 from kvmesh.transfer.slots import AskDrain, Completed, Drained, Event, Failed, Slot, SlotState, SlotTable
 from kvmesh.transfer.transports.base import EngineMemory, GrantedPages
 from kvmesh.transfer.wire import FrameSocket
-
-if TYPE_CHECKING:
-    from kvmesh.transfer.sidecar.incoming import InLink
-    from kvmesh.transfer.sidecar.sidecar import Sidecar
 
 log = logging.getLogger(__name__)
 
@@ -56,20 +55,18 @@ class SlotContext:
     span: Span
 
 
-@dataclass(slots=True)
-class Counters:
-    """Of one engine's life; slots have their own."""
+class SessionHost(Host, Protocol):
+    """The sidecar, as a session sees it."""
 
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    heartbeat_failures: int = 0
-    fences: int = 0
+    fault: str
+    incoming: IncomingLinks
+    outgoing: OutgoingLinks
 
 
 class EngineSession:
     """One engine's life. Lives on the loop."""
 
-    def __init__(self, sidecar: Sidecar, frames: FrameSocket, memory: EngineMemory, sends: SendTable) -> None:
+    def __init__(self, sidecar: SessionHost, frames: FrameSocket, memory: EngineMemory, sends: SendTable) -> None:
         self.sidecar = sidecar
         self.memory = memory
         self.sends = sends

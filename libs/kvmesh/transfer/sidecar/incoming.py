@@ -12,20 +12,16 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, NotFound, Unavailable
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import BackgroundTasks
 from kvmesh.telemetry import metrics, names
 from kvmesh.transfer.descriptor import MAX_ID_CHARS, check_layouts_match, layout_from_proto, layout_to_proto
+from kvmesh.transfer.sidecar.contracts import Host, Session
 from kvmesh.transfer.sidecar.stream import LeaseExpired, Outbox, first_of, next_message, short
 from kvmesh.transfer.transports.base import Expected, Inbound, Transport
 from kvmesh.transfer.wire import PROTOCOL
-
-if TYPE_CHECKING:
-    from kvmesh.transfer.sidecar.engine import EngineSession
-    from kvmesh.transfer.sidecar.sidecar import Sidecar
 
 log = logging.getLogger(__name__)
 MAX_OFFERS = 16
@@ -38,7 +34,7 @@ class InLink:
     """One writer's link. `link_id` is also its name in the slot table."""
 
     link_id: int
-    session: EngineSession
+    session: Session
     hello: pb.PeerHello
     transport: Transport
     reason: str
@@ -65,7 +61,7 @@ class InLink:
 class IncomingLinks:
     """All writers of the present engine."""
 
-    def __init__(self, sidecar: Sidecar) -> None:
+    def __init__(self, sidecar: Host) -> None:
         self._sidecar = sidecar
         self._tasks = BackgroundTasks()
         self.links: dict[int, InLink] = {}
@@ -130,7 +126,7 @@ class IncomingLinks:
         finally:
             self._lost(link, cause)
 
-    def _check(self, hello: pb.PeerHello) -> EngineSession:
+    def _check(self, hello: pb.PeerHello) -> Session:
         if hello.protocol != PROTOCOL:
             raise FailedPrecondition(f"peer protocol {hello.protocol} is not spoken here (this is {PROTOCOL})")
         if len(hello.offers) > MAX_OFFERS or len(hello.failed) > MAX_OFFERS:
@@ -149,7 +145,7 @@ class IncomingLinks:
         return session
 
     def _open(
-        self, hello: pb.PeerHello, session: EngineSession, write: Callable[[pb.PeerResponse], Awaitable[object]]
+        self, hello: pb.PeerHello, session: Session, write: Callable[[pb.PeerResponse], Awaitable[object]]
     ) -> InLink:
         if self._sidecar.draining:
             raise Unavailable("this sidecar is shutting down")
@@ -186,7 +182,7 @@ class IncomingLinks:
         self,
         messages: AsyncIterator[pb.PeerRequest],
         write: Callable[[pb.PeerResponse], Awaitable[object]],
-        session: EngineSession,
+        session: Session,
     ) -> None:
         """A stream that only tells of memory let go of."""
         await write(pb.PeerResponse(hello=pb.PeerHelloReply(protocol=PROTOCOL, reason="notices")))
@@ -198,7 +194,7 @@ class IncomingLinks:
                 self._unmapped(message.unmapped, session)
         raise InvalidArgument(f"more than {MAX_NOTICES} notices")
 
-    def _unmapped(self, notice: pb.Unmapped, session: EngineSession) -> None:
+    def _unmapped(self, notice: pb.Unmapped, session: Session) -> None:
         if (notice.engine_id, notice.incarnation) != (session.memory.engine_id, session.memory.incarnation):
             return
         link = self.links.get(notice.link_id)
@@ -307,7 +303,7 @@ class IncomingLinks:
         self.links.pop(link.link_id, None)
         link.fenced.set()
 
-    async def end_all(self, session: EngineSession, reason: str, timeout_s: float) -> None:
+    async def end_all(self, session: Session, reason: str, timeout_s: float) -> None:
         """End the links of an engine that is gone, and wait for their fences. A writer that does not answer in time is
         left to itself: nobody will ever use that memory again."""
         links = [link for link in self.links.values() if link.session is session]

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvmesh.errors import (
     DeadlineExceeded,
@@ -18,14 +17,11 @@ from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import BackgroundTasks, raising
 from kvmesh.telemetry import metrics, names, tracing
 from kvmesh.transfer.sends import Send, SendDone, SendEvent
+from kvmesh.transfer.sidecar.contracts import Host, Session
 from kvmesh.transfer.sidecar.outlink import LinkKey, OutLink, OutTransfer, open_peer
 from kvmesh.transfer.sidecar.stream import short
 from kvmesh.transfer.transports.base import Outbound
 from kvmesh.transfer.wire import PROTOCOL
-
-if TYPE_CHECKING:
-    from kvmesh.transfer.sidecar.engine import EngineSession
-    from kvmesh.transfer.sidecar.sidecar import Sidecar
 
 log = logging.getLogger(__name__)
 NOTICE_BACKOFF_S = (0.1, 10.0)
@@ -46,7 +42,7 @@ class _Notice:
 class OutgoingLinks:
     """All destinations of the present engine."""
 
-    def __init__(self, sidecar: Sidecar) -> None:
+    def __init__(self, sidecar: Host) -> None:
         self.sidecar = sidecar
         self.links: dict[LinkKey, OutLink] = {}
         self.transfers: dict[int, OutTransfer] = {}
@@ -55,7 +51,7 @@ class OutgoingLinks:
         self._running: dict[OutLink, asyncio.Task[None]] = {}
         self._untold: dict[int, _Notice] = {}
 
-    async def link(self, session: EngineSession, descriptor: pb.Descriptor) -> OutLink:
+    async def link(self, session: Session, descriptor: pb.Descriptor) -> OutLink:
         """The link that reaches this descriptor's destination, opened where there is none. Raises KvmeshError."""
         key = (
             descriptor.engine_id,
@@ -91,7 +87,7 @@ class OutgoingLinks:
         """Every link that is not wholly over."""
         return list(self._running)
 
-    async def start(self, session: EngineSession, request: pb.StartTransfer, send: Send, link: OutLink) -> OutTransfer:
+    async def start(self, session: Session, request: pb.StartTransfer, send: Send, link: OutLink) -> OutTransfer:
         """Bind the slot and hand the transfer to the mover. Raises KvmeshError; nothing is left behind then."""
         descriptor = request.descriptor
         span = tracing.start_span(
@@ -227,7 +223,7 @@ class OutgoingLinks:
                 log.warning("nobody took the unmapped notice for %s", engine_id)
         self._untold.pop(link_id, None)
 
-    async def end_all(self, session: EngineSession, reason: str, timeout_s: float) -> None:
+    async def end_all(self, session: Session, reason: str, timeout_s: float) -> None:
         """Stop everything of an engine, let go of all peers' memory, end the links."""
         running = [(link, task) for link, task in self._running.items() if link.session is session]
         for link, _ in running:

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from opentelemetry.trace import Span
 
@@ -28,13 +29,10 @@ from kvmesh.telemetry import metrics, names
 from kvmesh.transfer.descriptor import check_layouts_match, layout_from_proto, layout_to_proto
 from kvmesh.transfer.immediate import pack
 from kvmesh.transfer.sends import SendEvent
+from kvmesh.transfer.sidecar.contracts import Host, Session
 from kvmesh.transfer.sidecar.stream import Outbox, next_message, short
 from kvmesh.transfer.transports.base import Outbound
 from kvmesh.transfer.wire import PROTOCOL
-
-if TYPE_CHECKING:
-    from kvmesh.transfer.sidecar.engine import EngineSession
-    from kvmesh.transfer.sidecar.outgoing import OutgoingLinks
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +67,31 @@ class OutTransfer:
         return pack(self.slot, self.generation)
 
 
+class LinkOwner(Protocol):
+    """Who keeps a link."""
+
+    sidecar: Host
+
+    def leave(self, link: OutLink) -> None:
+        """A link is not to be used any more."""
+
+    def ended(self, link: OutLink) -> None:
+        """A link's task is at its end."""
+
+    def tell_unmapped(self, link: OutLink) -> None:
+        """Tell that engine that its memory is let go of, until somebody has heard it."""
+
+    def untold(self, engine_id: str, incarnation: int) -> list[pb.Unmapped]:
+        """Notices for an engine that nobody has taken yet."""
+
+    def heard(self, notices: Iterable[pb.Unmapped]) -> None:
+        """The destination has read them."""
+
+
 class OutLink:
     """A link to one destination engine's life at one life of its sidecar."""
 
-    def __init__(self, owner: OutgoingLinks, session: EngineSession, key: LinkKey) -> None:
+    def __init__(self, owner: LinkOwner, session: Session, key: LinkKey) -> None:
         self.owner = owner
         self.session = session
         self.key = key
