@@ -138,10 +138,14 @@ class GgufCheckpoint:
         tensor = self._tensor(name)
         data = dequantize(self.file.raw(tensor.name), tensor.type.name, tensor.type.nbytes, tensor.shape)
         if self.config.architecture in _PERMUTED:
-            if ".q_proj." in name:
-                data = unpermute(data, self.config.num_heads)
-            elif ".k_proj." in name:
-                data = unpermute(data, self.config.num_kv_heads)
+            heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(name.split(".")[-2], 0)
+            if heads:
+                if data.ndim == 0 or data.shape[0] == 0 or data.shape[0] % (2 * heads):
+                    raise DataLoss(
+                        f"{self.file.path}: {tensor.name} of shape {tensor.shape} has no even number of rows for each "
+                        f"of {heads} heads (corrupt)"
+                    )
+                data = unpermute(data, heads)
         return RawTensor(data, "fp32", tensor.nbytes)
 
     def total_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import struct
 import time
@@ -388,3 +389,17 @@ def test_resolve_and_describe(tmp_path: Path, smollm2_path: Path) -> None:
         resolve("no-such-model")
     with pytest.raises(NotFound):
         describe(str(tmp_path))
+
+
+@pytest.mark.parametrize("rows", [1, 2, HEADS * 2 + 1, HEADS * 3])
+def test_query_rows_that_do_not_fit_the_heads_are_corrupt(tmp_path: Path, rows: int) -> None:
+    """Found by fuzzing: the shape was believed and the reshape failed."""
+    write_gguf(tmp_path / "m.gguf", "F32")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensor = checkpoint._tensor(name)
+    columns = tensor.shape[1]
+    checkpoint.file.tensors[tensor.name] = dataclasses.replace(tensor, shape=(rows, columns), nbytes=rows * columns * 4)
+    with pytest.raises(DataLoss, match="attn_q"):
+        checkpoint.read(name)
+    checkpoint.close()
