@@ -8,13 +8,9 @@ import shutil
 import sys
 from pathlib import Path
 
-import pytest
-
 from mesh_kit import Mesh, mesh_up
 
 BUF = shutil.which("buf") or str(Path(sys.executable).with_name("buf"))
-
-pytestmark = pytest.mark.skipif(not Path(BUF).exists(), reason="buf is not installed")
 
 
 async def buf_curl(mesh: Mesh, *args: str) -> tuple[int, str, str]:
