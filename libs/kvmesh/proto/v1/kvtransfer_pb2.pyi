@@ -35,7 +35,7 @@ class LayerGroup(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     kind: _builtins.str
-    """`full`; later `mla`, `latent`, `window`."""
+    """`full`, `mla`; later `latent`, `window`."""
     kv_heads: _builtins.int
     head_dim: _builtins.int
     @_builtins.property
@@ -61,7 +61,10 @@ Global___LayerGroup: _TypeAlias = LayerGroup  # noqa: Y015
 
 @_typing.final
 class Layout(_message.Message):
-    """region[layer][page] = (kv_heads / tp, 2, page_size, head_dim), one region per rank and group."""
+    """One region per rank and group. region[layer][page] is, by the group's kind:
+      full  (max(1, kv_heads / tp), 2, page_size, head_dim)
+      mla   (page_size, head_dim), the same on every rank; head_dim is kv_lora_rank + rope_dim, kv_heads is 1
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -72,6 +75,7 @@ class Layout(_message.Message):
     TP_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    TAILS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     dtype: _builtins.str
     """`bf16`, `fp16`, `fp32`."""
@@ -81,6 +85,10 @@ class Layout(_message.Message):
     fingerprint: _builtins.bytes
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerGroup]: ...
+    @_builtins.property
+    def tails(self) -> _containers.RepeatedCompositeFieldContainer[Global___TailBuffer]:
+        """Not in the fingerprint."""
+
     def __init__(
         self,
         *,
@@ -91,14 +99,68 @@ class Layout(_message.Message):
         tp: _builtins.int = ...,
         groups: _abc.Iterable[Global___LayerGroup] | None = ...,
         fingerprint: _builtins.bytes = ...,
+        tails: _abc.Iterable[Global___TailBuffer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "groups", b"groups", "num_pages", b"num_pages", "page_size", b"page_size", "tp", b"tp", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "groups", b"groups", "num_pages", b"num_pages", "page_size", b"page_size", "tails", b"tails", "tp", b"tp", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Layout: _TypeAlias = Layout  # noqa: Y015
+
+@_typing.final
+class TailBuffer(_message.Message):
+    """A buffer for what comes with a prompt's KV but is none: its last hidden states, its logits. On every rank a region of
+    rows * row_bytes bytes, named like a group; a transfer writes one whole row of it, the same on every rank.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ROW_BYTES_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    row_bytes: _builtins.int
+    rows: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        row_bytes: _builtins.int = ...,
+        rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "row_bytes", b"row_bytes", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TailBuffer: _TypeAlias = TailBuffer  # noqa: Y015
+
+@_typing.final
+class TailRow(_message.Message):
+    """A row of a tail buffer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    row: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        row: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "row", b"row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TailRow: _TypeAlias = TailRow  # noqa: Y015
 
 @_typing.final
 class RegionInfo(_message.Message):
@@ -150,6 +212,7 @@ class Descriptor(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SIDECAR_INCARNATION_FIELD_NUMBER: _builtins.int
+    TAILS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     engine_id: _builtins.str
     """Destination engine and the life it belongs to."""
@@ -176,6 +239,10 @@ class Descriptor(_message.Message):
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionInfo]: ...
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupPages]: ...
+    @_builtins.property
+    def tails(self) -> _containers.RepeatedCompositeFieldContainer[Global___TailRow]:
+        """Rows of the destination's tail buffers, each named once; part of expected_bytes."""
+
     def __init__(
         self,
         *,
@@ -194,10 +261,11 @@ class Descriptor(_message.Message):
         traceparent: _builtins.str = ...,
         request_id: _builtins.str = ...,
         sidecar_incarnation: _builtins.int = ...,
+        tails: _abc.Iterable[Global___TailRow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "engine_id", b"engine_id", "expected_bytes", b"expected_bytes", "first_block", b"first_block", "generation", b"generation", "groups", b"groups", "incarnation", b"incarnation", "layout", b"layout", "num_tokens", b"num_tokens", "regions", b"regions", "request_id", b"request_id", "sidecar_incarnation", b"sidecar_incarnation", "slot", b"slot", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "engine_id", b"engine_id", "expected_bytes", b"expected_bytes", "first_block", b"first_block", "generation", b"generation", "groups", b"groups", "incarnation", b"incarnation", "layout", b"layout", "num_tokens", b"num_tokens", "regions", b"regions", "request_id", b"request_id", "sidecar_incarnation", b"sidecar_incarnation", "slot", b"slot", "tails", b"tails", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -209,18 +277,26 @@ class GroupPages(_message.Message):
 
     GROUP_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     @_builtins.property
     def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """StartTransfer only: ascending positions in `pages` of those that are sent; none: all. The destination's list of such a
+        group is as long as what is kept.
+        """
+
     def __init__(
         self,
         *,
         group: _builtins.str = ...,
         pages: _abc.Iterable[_builtins.int] | None = ...,
+        kept: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "pages", b"pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "kept", b"kept", "pages", b"pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -243,6 +319,8 @@ class EngineMessage(_message.Message):
     SEND_PAGES_FIELD_NUMBER: _builtins.int
     CANCEL_TRANSFER_FIELD_NUMBER: _builtins.int
     RING_FIELD_NUMBER: _builtins.int
+    RANK_HELLO_FIELD_NUMBER: _builtins.int
+    SEND_TAIL_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     @_builtins.property
     def hello(self) -> Global___EngineHello: ...
@@ -258,6 +336,10 @@ class EngineMessage(_message.Message):
     def cancel_transfer(self) -> Global___CancelTransfer: ...
     @_builtins.property
     def ring(self) -> Global___RingNotice: ...
+    @_builtins.property
+    def rank_hello(self) -> Global___RankHello: ...
+    @_builtins.property
+    def send_tail(self) -> Global___SendTail: ...
     def __init__(
         self,
         *,
@@ -269,12 +351,14 @@ class EngineMessage(_message.Message):
         send_pages: Global___SendPages | None = ...,
         cancel_transfer: Global___CancelTransfer | None = ...,
         ring: Global___RingNotice | None = ...,
+        rank_hello: Global___RankHello | None = ...,
+        send_tail: Global___SendTail | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "open_slot", b"open_slot", "ring", b"ring", "send_pages", b"send_pages", "start_transfer", b"start_transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "open_slot", b"open_slot", "rank_hello", b"rank_hello", "ring", b"ring", "send_pages", b"send_pages", "send_tail", b"send_tail", "start_transfer", b"start_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "open_slot", b"open_slot", "ring", b"ring", "send_pages", b"send_pages", "start_transfer", b"start_transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "open_slot", b"open_slot", "rank_hello", b"rank_hello", "ring", b"ring", "send_pages", b"send_pages", "send_tail", b"send_tail", "start_transfer", b"start_transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "open_slot", "close_slot", "start_transfer", "send_pages", "cancel_transfer", "ring"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "open_slot", "close_slot", "start_transfer", "send_pages", "cancel_transfer", "ring", "rank_hello", "send_tail"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -296,6 +380,7 @@ class SidecarMessage(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     WRITER_JOINED_FIELD_NUMBER: _builtins.int
     WRITER_GONE_FIELD_NUMBER: _builtins.int
+    RANK_HELLO_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SidecarHello: ...
@@ -319,6 +404,8 @@ class SidecarMessage(_message.Message):
     def writer_joined(self) -> Global___WriterJoined: ...
     @_builtins.property
     def writer_gone(self) -> Global___WriterGone: ...
+    @_builtins.property
+    def rank_hello(self) -> Global___RankWelcome: ...
     def __init__(
         self,
         *,
@@ -334,12 +421,13 @@ class SidecarMessage(_message.Message):
         refused: Global___Refused | None = ...,
         writer_joined: Global___WriterJoined | None = ...,
         writer_gone: Global___WriterGone | None = ...,
+        rank_hello: Global___RankWelcome | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "hello", b"hello", "refused", b"refused", "slot_complete", b"slot_complete", "slot_drained", b"slot_drained", "slot_failed", b"slot_failed", "slot_opened", b"slot_opened", "transfer_accepted", b"transfer_accepted", "transfer_done", b"transfer_done", "transfer_failed", b"transfer_failed", "writer_gone", b"writer_gone", "writer_joined", b"writer_joined"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "hello", b"hello", "rank_hello", b"rank_hello", "refused", b"refused", "slot_complete", b"slot_complete", "slot_drained", b"slot_drained", "slot_failed", b"slot_failed", "slot_opened", b"slot_opened", "transfer_accepted", b"transfer_accepted", "transfer_done", b"transfer_done", "transfer_failed", b"transfer_failed", "writer_gone", b"writer_gone", "writer_joined", b"writer_joined"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "hello", b"hello", "refused", b"refused", "slot_complete", b"slot_complete", "slot_drained", b"slot_drained", "slot_failed", b"slot_failed", "slot_opened", b"slot_opened", "transfer_accepted", b"transfer_accepted", "transfer_done", b"transfer_done", "transfer_failed", b"transfer_failed", "writer_gone", b"writer_gone", "writer_joined", b"writer_joined"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "hello", b"hello", "rank_hello", b"rank_hello", "refused", b"refused", "slot_complete", b"slot_complete", "slot_drained", b"slot_drained", "slot_failed", b"slot_failed", "slot_opened", b"slot_opened", "transfer_accepted", b"transfer_accepted", "transfer_done", b"transfer_done", "transfer_failed", b"transfer_failed", "writer_gone", b"writer_gone", "writer_joined", b"writer_joined"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "slot_opened", "slot_complete", "slot_failed", "slot_drained", "transfer_accepted", "transfer_done", "transfer_failed", "refused", "writer_joined", "writer_gone"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "slot_opened", "slot_complete", "slot_failed", "slot_drained", "transfer_accepted", "transfer_done", "transfer_failed", "refused", "writer_joined", "writer_gone", "rank_hello"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -369,7 +457,9 @@ class EngineHello(_message.Message):
     @_builtins.property
     def layout(self) -> Global___Layout: ...
     @_builtins.property
-    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionInfo]: ...
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionInfo]:
+        """Those of rank 0, or of more ranks; each of these whole. The others join by a RankHello."""
+
     @_builtins.property
     def orphan_links(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Links of this engine's former, dead sidecars whose writers may still have its memory mapped (see WriterJoined).
@@ -407,6 +497,7 @@ class SidecarHello(_message.Message):
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
     sidecar_id: _builtins.str
     incarnation: _builtins.int
     control_address: _builtins.str
@@ -419,6 +510,10 @@ class SidecarHello(_message.Message):
 
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionInfo]:
+        """All ranks' regions with their keys."""
+
     def __init__(
         self,
         *,
@@ -429,14 +524,93 @@ class SidecarHello(_message.Message):
         heartbeat_s: _builtins.float = ...,
         lease_s: _builtins.float = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
+        regions: _abc.Iterable[Global___RegionInfo] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "lease_s", b"lease_s", "region_keys", b"region_keys", "sidecar_id", b"sidecar_id", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "lease_s", b"lease_s", "region_keys", b"region_keys", "regions", b"regions", "sidecar_id", b"sidecar_id", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SidecarHello: _TypeAlias = SidecarHello  # noqa: Y015
+
+@_typing.final
+class RankHello(_message.Message):
+    """First message of a rank's own connection, for engines of several ranks. Descriptors passed along, in this order: pidfd
+    of the rank's process, its doorbell where doorbell_bytes > 0, then one memfd per entry of `regions`. Answered when every
+    rank and the leader have come, by RankWelcome, or by Refused. A rank says nothing else. The end of any of an engine's
+    connections ends its life, and the others are closed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    DOORBELL_BYTES_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    incarnation: _builtins.int
+    rank: _builtins.int
+    protocol: _builtins.int
+    doorbell_bytes: _builtins.int
+    """A doorbell of its own: a layer then leaves at the least of all doorbells."""
+    @_builtins.property
+    def layout(self) -> Global___Layout:
+        """Equal to the leader's."""
+
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionInfo]:
+        """Those of this rank."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        layout: Global___Layout | None = ...,
+        regions: _abc.Iterable[Global___RegionInfo] | None = ...,
+        protocol: _builtins.int = ...,
+        doorbell_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doorbell_bytes", b"doorbell_bytes", "engine_id", b"engine_id", "incarnation", b"incarnation", "layout", b"layout", "protocol", b"protocol", "rank", b"rank", "regions", b"regions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankHello: _TypeAlias = RankHello  # noqa: Y015
+
+@_typing.final
+class RankWelcome(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIDECAR_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REGION_KEYS_FIELD_NUMBER: _builtins.int
+    sidecar_id: _builtins.str
+    incarnation: _builtins.int
+    @_builtins.property
+    def region_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Keys of the regions, in the order of RankHello.regions."""
+
+    def __init__(
+        self,
+        *,
+        sidecar_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        region_keys: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "region_keys", b"region_keys", "sidecar_id", b"sidecar_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankWelcome: _TypeAlias = RankWelcome  # noqa: Y015
 
 @_typing.final
 class OpenSlot(_message.Message):
@@ -449,14 +623,24 @@ class OpenSlot(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    TAILS_FIELD_NUMBER: _builtins.int
     expected_bytes: _builtins.int
     request_id: _builtins.str
     traceparent: _builtins.str
     ttl_ms: _builtins.int
     """Relative; a slot that lives longer fails by itself (Abort is sent to the writer)."""
+    num_tokens: _builtins.int
+    """Tokens wanted from the lists' first on. Where the writer's pages have another size, exactly these are sent, and
+    BindSlot.bytes is what they make; expected_bytes is for pages of equal size, the last one whole. 0: the lists' all.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupPages]:
         """Where writes may land, in units of pages: per group, for the bounds check of transports where the sidecar receives."""
+
+    @_builtins.property
+    def tails(self) -> _containers.RepeatedCompositeFieldContainer[Global___TailRow]:
+        """Rows of tail buffers that will be written too, and are part of expected_bytes."""
 
     def __init__(
         self,
@@ -466,10 +650,12 @@ class OpenSlot(_message.Message):
         traceparent: _builtins.str = ...,
         ttl_ms: _builtins.int = ...,
         groups: _abc.Iterable[Global___GroupPages] | None = ...,
+        num_tokens: _builtins.int = ...,
+        tails: _abc.Iterable[Global___TailRow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_bytes", b"expected_bytes", "groups", b"groups", "request_id", b"request_id", "traceparent", b"traceparent", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_bytes", b"expected_bytes", "groups", b"groups", "num_tokens", b"num_tokens", "request_id", b"request_id", "tails", b"tails", "traceparent", b"traceparent", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -673,6 +859,7 @@ class StartTransfer(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     READY_PAGES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TAILS_FIELD_NUMBER: _builtins.int
     ready_pages: _builtins.int
     """Index into `pages` up to which KV is already there (prefix cache): these leave at once, all layers."""
     traceparent: _builtins.str
@@ -680,7 +867,13 @@ class StartTransfer(_message.Message):
     def descriptor(self) -> Global___Descriptor: ...
     @_builtins.property
     def pages(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupPages]:
-        """Source pages per group: block first_block of the descriptor is pages[0]."""
+        """Source pages per group: the first has token first_block * page_size of the descriptor (for pages of equal size: it is
+        block first_block), the last has token num_tokens - 1.
+        """
+
+    @_builtins.property
+    def tails(self) -> _containers.RepeatedCompositeFieldContainer[Global___TailRow]:
+        """Rows of the source's tail buffers, the same names as in the descriptor. They leave with SendTail."""
 
     def __init__(
         self,
@@ -689,14 +882,36 @@ class StartTransfer(_message.Message):
         pages: _abc.Iterable[Global___GroupPages] | None = ...,
         ready_pages: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        tails: _abc.Iterable[Global___TailRow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor", "pages", b"pages", "ready_pages", b"ready_pages", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor", "pages", b"pages", "ready_pages", b"ready_pages", "tails", b"tails", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StartTransfer: _TypeAlias = StartTransfer  # noqa: Y015
+
+@_typing.final
+class SendTail(_message.Message):
+    """The transfer's tail rows are written: send them. Once per transfer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendTail: _TypeAlias = SendTail  # noqa: Y015
 
 @_typing.final
 class TransferAccepted(_message.Message):
