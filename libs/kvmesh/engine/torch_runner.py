@@ -19,7 +19,7 @@ from kvmesh.engine.runner import (
 from kvmesh.engine.sampler import NO_TOKEN, sample_rows
 from kvmesh.engine.sampling.logprobs import token_logprobs
 from kvmesh.errors import Internal, InvalidArgument
-from kvmesh.kv.layout import LAYOUT_VERSION, KvGroup, KvLayout
+from kvmesh.kv.layout import LAYOUT_VERSION, KvLayout
 from kvmesh.kv.ring import Doorbell
 from kvmesh.layers.paged import PagedKv, StepPlan, plan_step
 from kvmesh.loading.source import open_checkpoint, resolve
@@ -27,7 +27,6 @@ from kvmesh.loading.weights import Progress, WeightReader, torch_dtype
 from kvmesh.models.llama import Model
 from kvmesh.models.registry import build_model
 
-GROUP = "full"
 DTYPES = ("bf16", "fp32")
 # Prompt logprobs need a row of the vocabulary per token: so many rows at a time (64 rows of 50k fp32 are 12 MiB).
 _LOGPROB_ROWS = 64
@@ -103,18 +102,17 @@ class TorchRunner:
         return cls(model, info)
 
     def layout(self, page_size: int, num_pages: int) -> KvLayout:
-        """One group, `full`, of all layers, in the model's dtype."""
-        c = self.model.config
-        group = KvGroup(GROUP, "full", tuple(range(c.num_layers)), c.num_kv_heads, c.head_dim)
-        return KvLayout(LAYOUT_VERSION, self.info.dtype, page_size, (group,), num_pages)
+        """The architecture's one group, in the model's dtype."""
+        return KvLayout(LAYOUT_VERSION, self.info.dtype, page_size, (self.model.kv_group,), num_pages)
 
     def bind(self, layout: KvLayout, regions: Mapping[str, memoryview], doorbell: Doorbell) -> None:
         """Adopt KV memory. InvalidArgument when the layout is not this model's or a region is too small."""
         if layout.fingerprint() != self.layout(layout.page_size, layout.num_pages).fingerprint() or layout.tp != 1:
             raise InvalidArgument("the kv layout is not this model's")
-        if GROUP not in regions:
-            raise InvalidArgument(f"no region for kv group {GROUP!r}")
-        self._kv = PagedKv(layout, GROUP, regions[GROUP])
+        group = self.model.kv_group.name
+        if group not in regions:
+            raise InvalidArgument(f"no region for kv group {group!r}")
+        self._kv = PagedKv(layout, group, regions[group])
         self.model.bind(self._kv)
         self._doorbell = doorbell
 

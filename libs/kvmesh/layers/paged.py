@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,10 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class PagedKv:
-    """One layer group's region: `layers[i]` is (num_pages, kv_heads, 2, page_size, head_dim) over the shared buffer."""
+    """One layer group's region: `layers[i]` is (num_pages, *page_shape) over the shared buffer.
+
+    page_shape by the group's kind: full (kv_heads, 2, page_size, head_dim), mla (page_size, head_dim).
+    """
 
     def __init__(self, layout: KvLayout, group: str, region: memoryview) -> None:
         need = layout.region_bytes(group)
@@ -35,7 +39,9 @@ class PagedKv:
         self.layers = list(self.region.unbind(0))
         self.page_size = layout.page_size
         self.num_pages = layout.num_pages
-        self.kv_heads, _, _, self.head_dim = shape[2:]
+        self.kv_heads, self.head_dim = layout.heads_per_rank(group), shape[-1]
+        # Elements that one token takes in one layer.
+        self.token_width = math.prod(shape[2:]) // layout.page_size
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy page src → dst in every layer. All sources are read before any destination is written."""
@@ -156,7 +162,7 @@ def _decode_groups(tables: Int32Array, lengths: npt.NDArray[np.int64], kv: Paged
     while at < n:
         end = at + 1
         while end < n and lengths[end] <= _MAX_PADDING * max(int(lengths[at]), kv.page_size):
-            if (end + 1 - at) * int(lengths[end]) * kv.kv_heads * kv.head_dim * 2 > _MAX_GATHERED:
+            if (end + 1 - at) * int(lengths[end]) * kv.token_width > _MAX_GATHERED:
                 break
             end += 1
         pages = -(-int(lengths[end - 1]) // kv.page_size)

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from kvmesh.kv.layout import KvGroup
 from kvmesh.layers.attention import append_kv, paged_attention
 from kvmesh.layers.linear import Linear, dense
 from kvmesh.layers.norm import rms_norm
@@ -28,6 +29,8 @@ class Model(Protocol):
 
     config: ModelConfig
     backend: str
+    kv_group: KvGroup
+    """Where its KV lives: all layers in one group."""
 
     def bind(self, kv: PagedKv) -> None:
         """Adopt KV pages before the first `forward`."""
@@ -38,6 +41,11 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 (rows, vocab) of normed hidden states (rows, hidden)."""
+
+
+def full_group(config: ModelConfig) -> KvGroup:
+    """K and V of every position, in every layer."""
+    return KvGroup("full", "full", tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +123,7 @@ class TorchLlama:
 
     def __init__(self, weights: LlamaWeights) -> None:
         self.config = weights.config
+        self.kv_group = full_group(weights.config)
         self.rotary = weights.rotary
         self.embed, self.norm, self.head = weights.embed, weights.norm, dense(weights.head)
         self.blocks = [

@@ -16,7 +16,7 @@ from kvmesh.layers.native.structs import PackedLinear
 from kvmesh.layers.norm import rms_norm
 from kvmesh.layers.paged import PagedKv, StepPlan
 from kvmesh.loading.config import ModelConfig
-from kvmesh.models.llama import BlockWeights, LlamaWeights
+from kvmesh.models.llama import BlockWeights, LlamaWeights, full_group
 
 
 def supports(config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -58,6 +58,7 @@ class NativeLlama:
     def __init__(self, weights: LlamaWeights) -> None:
         self._library = load_library()
         c = self.config = weights.config
+        self.kv_group = full_group(c)
         self.rotary, self.embed = weights.rotary, weights.embed
         self.norm = weights.norm.float()
         self.layers = [_Layer(block) for block in weights.blocks()]
