@@ -31,10 +31,21 @@ class StartFailed(Exception):
 
 
 class Supervisor:
-    """`await start()`, then `await stop()`. `on_event(name, what)` tells progress: started, up, died, restarted."""
+    """`await start()`, then `await stop()`. `on_event(name, what)` tells progress: started, up, died, restarted.
 
-    def __init__(self, plan: MeshPlan, log_dir: Path, on_event: Callable[[str, str], None] | None = None) -> None:
+    `stable_after_s`: a process that ran this long before it died is restarted as if it had never died before.
+    """
+
+    def __init__(
+        self,
+        plan: MeshPlan,
+        log_dir: Path,
+        on_event: Callable[[str, str], None] | None = None,
+        *,
+        stable_after_s: float = STABLE_AFTER_S,
+    ) -> None:
         self.plan = plan
+        self.stable_after_s = stable_after_s
         self.log_dir = log_dir
         self.processes: dict[str, Process] = {}
         self.restarts: dict[str, int] = {}
@@ -98,7 +109,7 @@ class Supervisor:
             code = await asyncio.shield(process.exited)
             if self._stopping:
                 return
-            failures = 0 if time.monotonic() - started > STABLE_AFTER_S else failures + 1
+            failures = 0 if time.monotonic() - started > self.stable_after_s else failures + 1
             self._on_event(spec.name, f"died ({code})")
             log.warning("%s died with code %s; restarting", spec.name, code)
             await asyncio.sleep(RESTART_PAUSE_S[min(failures, len(RESTART_PAUSE_S)) - 1] if failures else 0.0)
