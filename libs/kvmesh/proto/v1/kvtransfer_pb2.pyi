@@ -170,11 +170,19 @@ class RegionInfo(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     rank: _builtins.int
     nbytes: _builtins.int
     key: _builtins.int
     """Names the region to a writer; a write with another key is refused."""
+    memory: _builtins.str
+    """Where the memory is: "" or `host` for a memfd, `cuda` for an exported allocation of a GPU, which nobody but a writer
+    of transport nvlink can map. All regions of an engine are of one kind.
+    """
+    device: _builtins.str
+    """cuda: the GPU's UUID, for people."""
     def __init__(
         self,
         *,
@@ -182,10 +190,12 @@ class RegionInfo(_message.Message):
         rank: _builtins.int = ...,
         nbytes: _builtins.int = ...,
         key: _builtins.int = ...,
+        memory: _builtins.str = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "key", b"key", "nbytes", b"nbytes", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "group", b"group", "key", b"key", "memory", b"memory", "nbytes", b"nbytes", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,6 +331,9 @@ class EngineMessage(_message.Message):
     RING_FIELD_NUMBER: _builtins.int
     RANK_HELLO_FIELD_NUMBER: _builtins.int
     SEND_TAIL_FIELD_NUMBER: _builtins.int
+    PEER_MAPPED_FIELD_NUMBER: _builtins.int
+    POST_ENDED_FIELD_NUMBER: _builtins.int
+    PEER_RELEASED_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     @_builtins.property
     def hello(self) -> Global___EngineHello: ...
@@ -340,6 +353,12 @@ class EngineMessage(_message.Message):
     def rank_hello(self) -> Global___RankHello: ...
     @_builtins.property
     def send_tail(self) -> Global___SendTail: ...
+    @_builtins.property
+    def peer_mapped(self) -> Global___PeerMapped: ...
+    @_builtins.property
+    def post_ended(self) -> Global___PostEnded: ...
+    @_builtins.property
+    def peer_released(self) -> Global___PeerReleased: ...
     def __init__(
         self,
         *,
@@ -353,12 +372,15 @@ class EngineMessage(_message.Message):
         ring: Global___RingNotice | None = ...,
         rank_hello: Global___RankHello | None = ...,
         send_tail: Global___SendTail | None = ...,
+        peer_mapped: Global___PeerMapped | None = ...,
+        post_ended: Global___PostEnded | None = ...,
+        peer_released: Global___PeerReleased | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "open_slot", b"open_slot", "rank_hello", b"rank_hello", "ring", b"ring", "send_pages", b"send_pages", "send_tail", b"send_tail", "start_transfer", b"start_transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "open_slot", b"open_slot", "peer_mapped", b"peer_mapped", "peer_released", b"peer_released", "post_ended", b"post_ended", "rank_hello", b"rank_hello", "ring", b"ring", "send_pages", b"send_pages", "send_tail", b"send_tail", "start_transfer", b"start_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "open_slot", b"open_slot", "rank_hello", b"rank_hello", "ring", b"ring", "send_pages", b"send_pages", "send_tail", b"send_tail", "start_transfer", b"start_transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "open_slot", b"open_slot", "peer_mapped", b"peer_mapped", "peer_released", b"peer_released", "post_ended", b"post_ended", "rank_hello", b"rank_hello", "ring", b"ring", "send_pages", b"send_pages", "send_tail", b"send_tail", "start_transfer", b"start_transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "open_slot", "close_slot", "start_transfer", "send_pages", "cancel_transfer", "ring", "rank_hello", "send_tail"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "open_slot", "close_slot", "start_transfer", "send_pages", "cancel_transfer", "ring", "rank_hello", "send_tail", "peer_mapped", "post_ended", "peer_released"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -381,6 +403,10 @@ class SidecarMessage(_message.Message):
     WRITER_JOINED_FIELD_NUMBER: _builtins.int
     WRITER_GONE_FIELD_NUMBER: _builtins.int
     RANK_HELLO_FIELD_NUMBER: _builtins.int
+    PEER_MEMORY_FIELD_NUMBER: _builtins.int
+    POST_TRANSFER_FIELD_NUMBER: _builtins.int
+    STOP_TRANSFER_FIELD_NUMBER: _builtins.int
+    RELEASE_PEER_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SidecarHello: ...
@@ -406,6 +432,14 @@ class SidecarMessage(_message.Message):
     def writer_gone(self) -> Global___WriterGone: ...
     @_builtins.property
     def rank_hello(self) -> Global___RankWelcome: ...
+    @_builtins.property
+    def peer_memory(self) -> Global___PeerMemory: ...
+    @_builtins.property
+    def post_transfer(self) -> Global___PostTransfer: ...
+    @_builtins.property
+    def stop_transfer(self) -> Global___StopTransfer: ...
+    @_builtins.property
+    def release_peer(self) -> Global___ReleasePeer: ...
     def __init__(
         self,
         *,
@@ -422,12 +456,16 @@ class SidecarMessage(_message.Message):
         writer_joined: Global___WriterJoined | None = ...,
         writer_gone: Global___WriterGone | None = ...,
         rank_hello: Global___RankWelcome | None = ...,
+        peer_memory: Global___PeerMemory | None = ...,
+        post_transfer: Global___PostTransfer | None = ...,
+        stop_transfer: Global___StopTransfer | None = ...,
+        release_peer: Global___ReleasePeer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "hello", b"hello", "rank_hello", b"rank_hello", "refused", b"refused", "slot_complete", b"slot_complete", "slot_drained", b"slot_drained", "slot_failed", b"slot_failed", "slot_opened", b"slot_opened", "transfer_accepted", b"transfer_accepted", "transfer_done", b"transfer_done", "transfer_failed", b"transfer_failed", "writer_gone", b"writer_gone", "writer_joined", b"writer_joined"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "hello", b"hello", "peer_memory", b"peer_memory", "post_transfer", b"post_transfer", "rank_hello", b"rank_hello", "refused", b"refused", "release_peer", b"release_peer", "slot_complete", b"slot_complete", "slot_drained", b"slot_drained", "slot_failed", b"slot_failed", "slot_opened", b"slot_opened", "stop_transfer", b"stop_transfer", "transfer_accepted", b"transfer_accepted", "transfer_done", b"transfer_done", "transfer_failed", b"transfer_failed", "writer_gone", b"writer_gone", "writer_joined", b"writer_joined"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "hello", b"hello", "rank_hello", b"rank_hello", "refused", b"refused", "slot_complete", b"slot_complete", "slot_drained", b"slot_drained", "slot_failed", b"slot_failed", "slot_opened", b"slot_opened", "transfer_accepted", b"transfer_accepted", "transfer_done", b"transfer_done", "transfer_failed", b"transfer_failed", "writer_gone", b"writer_gone", "writer_joined", b"writer_joined"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "hello", b"hello", "peer_memory", b"peer_memory", "post_transfer", b"post_transfer", "rank_hello", b"rank_hello", "refused", b"refused", "release_peer", b"release_peer", "slot_complete", b"slot_complete", "slot_drained", b"slot_drained", "slot_failed", b"slot_failed", "slot_opened", b"slot_opened", "stop_transfer", b"stop_transfer", "transfer_accepted", b"transfer_accepted", "transfer_done", b"transfer_done", "transfer_failed", b"transfer_failed", "writer_gone", b"writer_gone", "writer_joined", b"writer_joined"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "slot_opened", "slot_complete", "slot_failed", "slot_drained", "transfer_accepted", "transfer_done", "transfer_failed", "refused", "writer_joined", "writer_gone", "rank_hello"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "slot_opened", "slot_complete", "slot_failed", "slot_drained", "transfer_accepted", "transfer_done", "transfer_failed", "refused", "writer_joined", "writer_gone", "rank_hello", "peer_memory", "post_transfer", "stop_transfer", "release_peer"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -449,6 +487,7 @@ class EngineHello(_message.Message):
     RING_BYTES_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     ORPHAN_LINKS_FIELD_NUMBER: _builtins.int
+    POSTS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.int
     doorbell_bytes: _builtins.int
@@ -466,6 +505,10 @@ class EngineHello(_message.Message):
         When such a writer tells its Unmapped to this sidecar, WriterGone is passed on.
         """
 
+    @_builtins.property
+    def posts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Transports by which this engine writes by itself (`nvlink`); the sidecar hands over memory, leases and aborts only."""
+
     def __init__(
         self,
         *,
@@ -477,10 +520,11 @@ class EngineHello(_message.Message):
         ring_bytes: _builtins.int = ...,
         protocol: _builtins.int = ...,
         orphan_links: _abc.Iterable[_builtins.int] | None = ...,
+        posts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["doorbell_bytes", b"doorbell_bytes", "engine_id", b"engine_id", "incarnation", b"incarnation", "layout", b"layout", "orphan_links", b"orphan_links", "protocol", b"protocol", "regions", b"regions", "ring_bytes", b"ring_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doorbell_bytes", b"doorbell_bytes", "engine_id", b"engine_id", "incarnation", b"incarnation", "layout", b"layout", "orphan_links", b"orphan_links", "posts", b"posts", "protocol", b"protocol", "regions", b"regions", "ring_bytes", b"ring_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1056,6 +1100,214 @@ class RingNotice(_message.Message):
 Global___RingNotice: _TypeAlias = RingNotice  # noqa: Y015
 
 @_typing.final
+class PeerMemory(_message.Message):
+    """---- nvlink: the source's engine writes by itself ----------------------------------------------------------------------
+    PeerMemory → PeerMapped; then per transfer PostTransfer → PostEnded, with StopTransfer between where it is to end early;
+    at the end ReleasePeer → PeerReleased, which is what makes the sidecar say Unmapped.
+
+    A destination's memory. Comes with one descriptor per region, then the counters' memfd.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    CONTROL_ADDRESS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
+    COUNTER_BYTES_FIELD_NUMBER: _builtins.int
+    link_id: _builtins.int
+    engine_id: _builtins.str
+    """Destination engine, its life, and where its sidecar was."""
+    incarnation: _builtins.int
+    control_address: _builtins.str
+    counter_bytes: _builtins.int
+    @_builtins.property
+    def layout(self) -> Global___Layout: ...
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionInfo]: ...
+    def __init__(
+        self,
+        *,
+        link_id: _builtins.int = ...,
+        engine_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        control_address: _builtins.str = ...,
+        layout: Global___Layout | None = ...,
+        regions: _abc.Iterable[Global___RegionInfo] | None = ...,
+        counter_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "counter_bytes", b"counter_bytes", "engine_id", b"engine_id", "incarnation", b"incarnation", "layout", b"layout", "link_id", b"link_id", "regions", b"regions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerMemory: _TypeAlias = PeerMemory  # noqa: Y015
+
+@_typing.final
+class PeerMapped(_message.Message):
+    """Answer to PeerMemory; where it is not ok nothing of it is mapped any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    OK_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    link_id: _builtins.int
+    ok: _builtins.bool
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        link_id: _builtins.int = ...,
+        ok: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_id", b"link_id", "ok", b"ok", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerMapped: _TypeAlias = PeerMapped  # noqa: Y015
+
+@_typing.final
+class PostTransfer(_message.Message):
+    """The slot is taken: write. Comes before TransferAccepted. `ready_pages` of the request leave at once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.int
+    link_id: _builtins.int
+    @_builtins.property
+    def request(self) -> Global___StartTransfer: ...
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.int = ...,
+        link_id: _builtins.int = ...,
+        request: Global___StartTransfer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_id", b"link_id", "request", b"request", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PostTransfer: _TypeAlias = PostTransfer  # noqa: Y015
+
+@_typing.final
+class StopTransfer(_message.Message):
+    """Begin nothing more of this transfer. Answered by PostEnded, which may have been on its way."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopTransfer: _TypeAlias = StopTransfer  # noqa: Y015
+
+@_typing.final
+class PostEnded(_message.Message):
+    """Nothing of this transfer is in flight and nothing more will be written. Exactly one for each PostTransfer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.int
+    bytes: _builtins.int
+    reason: _builtins.str
+    """"": all bytes of the plan have landed."""
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "reason", b"reason", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PostEnded: _TypeAlias = PostEnded  # noqa: Y015
+
+@_typing.final
+class ReleasePeer(_message.Message):
+    """Stop everything on this link, drain, unmap."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    link_id: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        link_id: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_id", b"link_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleasePeer: _TypeAlias = ReleasePeer  # noqa: Y015
+
+@_typing.final
+class PeerReleased(_message.Message):
+    """The destination's memory is unmapped. Said once to the sidecar that asked, or to its successor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    CONTROL_ADDRESS_FIELD_NUMBER: _builtins.int
+    link_id: _builtins.int
+    engine_id: _builtins.str
+    incarnation: _builtins.int
+    control_address: _builtins.str
+    def __init__(
+        self,
+        *,
+        link_id: _builtins.int = ...,
+        engine_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        control_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "engine_id", b"engine_id", "incarnation", b"incarnation", "link_id", b"link_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerReleased: _TypeAlias = PeerReleased  # noqa: Y015
+
+@_typing.final
 class Refused(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1246,6 +1498,7 @@ class TransportOffer(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     LINK_LAYER_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """`shm`, `tcp`, `fake`, ..."""
     host_id: _builtins.str
@@ -1254,6 +1507,8 @@ class TransportOffer(_message.Message):
     """In PeerHello.failed: why."""
     link_layer: _builtins.int
     """verbs: link layer of the port (1 InfiniBand, 2 Ethernet), which must be the same at both ends."""
+    memory: _builtins.str
+    """nvlink: kind of the source's memory (RegionInfo.memory), "" where its engine does not write by itself."""
     def __init__(
         self,
         *,
@@ -1261,10 +1516,11 @@ class TransportOffer(_message.Message):
         host_id: _builtins.str = ...,
         reason: _builtins.str = ...,
         link_layer: _builtins.int = ...,
+        memory: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "link_layer", b"link_layer", "name", b"name", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "link_layer", b"link_layer", "memory", b"memory", "name", b"name", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1470,8 +1726,13 @@ class DataHelloReply(_message.Message):
     OK_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
+    COUNTER_BYTES_FIELD_NUMBER: _builtins.int
     ok: _builtins.bool
     reason: _builtins.str
+    counter_bytes: _builtins.int
+    """nvlink: bytes of the counters, a memfd that comes along after the regions. One u64 for each source rank and slot, at
+    index rank * 4096 + slot: generation << 44 | bytes of that generation that have landed so far.
+    """
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionInfo]: ...
     def __init__(
@@ -1480,10 +1741,11 @@ class DataHelloReply(_message.Message):
         ok: _builtins.bool = ...,
         reason: _builtins.str = ...,
         regions: _abc.Iterable[Global___RegionInfo] | None = ...,
+        counter_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ok", b"ok", "reason", b"reason", "regions", b"regions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counter_bytes", b"counter_bytes", "ok", b"ok", "reason", b"reason", "regions", b"regions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
