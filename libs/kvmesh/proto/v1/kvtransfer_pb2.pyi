@@ -334,6 +334,7 @@ class EngineMessage(_message.Message):
     PEER_MAPPED_FIELD_NUMBER: _builtins.int
     POST_ENDED_FIELD_NUMBER: _builtins.int
     PEER_RELEASED_FIELD_NUMBER: _builtins.int
+    CANCEL_START_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     @_builtins.property
     def hello(self) -> Global___EngineHello: ...
@@ -359,6 +360,8 @@ class EngineMessage(_message.Message):
     def post_ended(self) -> Global___PostEnded: ...
     @_builtins.property
     def peer_released(self) -> Global___PeerReleased: ...
+    @_builtins.property
+    def cancel_start(self) -> Global___CancelStart: ...
     def __init__(
         self,
         *,
@@ -375,12 +378,13 @@ class EngineMessage(_message.Message):
         peer_mapped: Global___PeerMapped | None = ...,
         post_ended: Global___PostEnded | None = ...,
         peer_released: Global___PeerReleased | None = ...,
+        cancel_start: Global___CancelStart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "open_slot", b"open_slot", "peer_mapped", b"peer_mapped", "peer_released", b"peer_released", "post_ended", b"post_ended", "rank_hello", b"rank_hello", "ring", b"ring", "send_pages", b"send_pages", "send_tail", b"send_tail", "start_transfer", b"start_transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_start", b"cancel_start", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "open_slot", b"open_slot", "peer_mapped", b"peer_mapped", "peer_released", b"peer_released", "post_ended", b"post_ended", "rank_hello", b"rank_hello", "ring", b"ring", "send_pages", b"send_pages", "send_tail", b"send_tail", "start_transfer", b"start_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "open_slot", b"open_slot", "peer_mapped", b"peer_mapped", "peer_released", b"peer_released", "post_ended", b"post_ended", "rank_hello", b"rank_hello", "ring", b"ring", "send_pages", b"send_pages", "send_tail", b"send_tail", "start_transfer", b"start_transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "cancel_start", b"cancel_start", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "open_slot", b"open_slot", "peer_mapped", b"peer_mapped", "peer_released", b"peer_released", "post_ended", b"post_ended", "rank_hello", b"rank_hello", "ring", b"ring", "send_pages", b"send_pages", "send_tail", b"send_tail", "start_transfer", b"start_transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "open_slot", "close_slot", "start_transfer", "send_pages", "cancel_transfer", "ring", "rank_hello", "send_tail", "peer_mapped", "post_ended", "peer_released"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "open_slot", "close_slot", "start_transfer", "send_pages", "cancel_transfer", "ring", "rank_hello", "send_tail", "peer_mapped", "post_ended", "peer_released", "cancel_start"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1083,6 +1087,33 @@ class CancelTransfer(_message.Message):
 Global___CancelTransfer: _TypeAlias = CancelTransfer  # noqa: Y015
 
 @_typing.final
+class CancelStart(_message.Message):
+    """Gives up a StartTransfer that has no answer yet. It is answered all the same, soon: by Refused, or by TransferAccepted
+    where it has begun (and TransferFailed once drained). Nothing where it was answered already.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    """Of that StartTransfer."""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelStart: _TypeAlias = CancelStart  # noqa: Y015
+
+@_typing.final
 class RingNotice(_message.Message):
     """Wakes an idle ring watcher on platforms without eventfd; not needed otherwise."""
 
@@ -1445,6 +1476,7 @@ class PeerHello(_message.Message):
     OFFERS_FIELD_NUMBER: _builtins.int
     DESTINATION_SIDECAR_INCARNATION_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    UNUSABLE_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.int
@@ -1467,6 +1499,10 @@ class PeerHello(_message.Message):
     def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportOffer]:
         """Transports that the source tried on this destination and could not open, with the reason."""
 
+    @_builtins.property
+    def unusable(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportOffer]:
+        """Transports that the source is told to use and cannot, with the reason; in its order, so that both ends can tell of it."""
+
     def __init__(
         self,
         *,
@@ -1481,10 +1517,11 @@ class PeerHello(_message.Message):
         offers: _abc.Iterable[Global___TransportOffer] | None = ...,
         destination_sidecar_incarnation: _builtins.int = ...,
         failed: _abc.Iterable[Global___TransportOffer] | None = ...,
+        unusable: _abc.Iterable[Global___TransportOffer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination_engine_id", b"destination_engine_id", "destination_incarnation", b"destination_incarnation", "destination_sidecar_incarnation", b"destination_sidecar_incarnation", "engine_id", b"engine_id", "failed", b"failed", "incarnation", b"incarnation", "layout", b"layout", "offers", b"offers", "protocol", b"protocol", "sidecar_id", b"sidecar_id", "sidecar_incarnation", b"sidecar_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination_engine_id", b"destination_engine_id", "destination_incarnation", b"destination_incarnation", "destination_sidecar_incarnation", b"destination_sidecar_incarnation", "engine_id", b"engine_id", "failed", b"failed", "incarnation", b"incarnation", "layout", b"layout", "offers", b"offers", "protocol", b"protocol", "sidecar_id", b"sidecar_id", "sidecar_incarnation", b"sidecar_incarnation", "unusable", b"unusable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1499,6 +1536,7 @@ class TransportOffer(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     LINK_LAYER_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
+    RAILS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """`shm`, `tcp`, `fake`, ..."""
     host_id: _builtins.str
@@ -1509,6 +1547,8 @@ class TransportOffer(_message.Message):
     """verbs: link layer of the port (1 InfiniBand, 2 Ethernet), which must be the same at both ends."""
     memory: _builtins.str
     """nvlink: kind of the source's memory (RegionInfo.memory), "" where its engine does not write by itself."""
+    rails: _builtins.int
+    """verbs, efa: NICs that the source would write with; 0 is 1."""
     def __init__(
         self,
         *,
@@ -1517,14 +1557,50 @@ class TransportOffer(_message.Message):
         reason: _builtins.str = ...,
         link_layer: _builtins.int = ...,
         memory: _builtins.str = ...,
+        rails: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "link_layer", b"link_layer", "memory", b"memory", "name", b"name", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "link_layer", b"link_layer", "memory", b"memory", "name", b"name", "rails", b"rails", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransportOffer: _TypeAlias = TransportOffer  # noqa: Y015
+
+@_typing.final
+class TransportCandidate(_message.Message):
+    """A transport as both ends judge it, in the order of preference of the destination."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    USABLE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    chosen: _builtins.bool
+    usable: _builtins.bool
+    """Whether it could be used, and why (not)."""
+    reason: _builtins.str
+    code: _builtins.str
+    """Bounded, for metrics: chosen, later, unusable_here, unusable_there, not_offered, mismatch, failed."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        chosen: _builtins.bool = ...,
+        usable: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        code: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "code", b"code", "name", b"name", "reason", b"reason", "usable", b"usable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransportCandidate: _TypeAlias = TransportCandidate  # noqa: Y015
 
 @_typing.final
 class PeerHelloReply(_message.Message):
@@ -1545,6 +1621,7 @@ class PeerHelloReply(_message.Message):
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     VERBS_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.int
@@ -1568,6 +1645,10 @@ class PeerHelloReply(_message.Message):
     def verbs(self) -> Global___VerbsEndpoint:
         """verbs: the destination's queue pairs, in INIT, and what may be written to."""
 
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportCandidate]:
+        """All that were judged, best first."""
+
     def __init__(
         self,
         *,
@@ -1586,10 +1667,11 @@ class PeerHelloReply(_message.Message):
         heartbeat_s: _builtins.float = ...,
         lease_s: _builtins.float = ...,
         verbs: Global___VerbsEndpoint | None = ...,
+        candidates: _abc.Iterable[Global___TransportCandidate] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "verbs", b"verbs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "engine_id", b"engine_id", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "layout", b"layout", "lease_s", b"lease_s", "link_id", b"link_id", "protocol", b"protocol", "reason", b"reason", "regions", b"regions", "sidecar_id", b"sidecar_id", "sidecar_incarnation", b"sidecar_incarnation", "token", b"token", "transport", b"transport", "verbs", b"verbs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "endpoint", b"endpoint", "engine_id", b"engine_id", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "layout", b"layout", "lease_s", b"lease_s", "link_id", b"link_id", "protocol", b"protocol", "reason", b"reason", "regions", b"regions", "sidecar_id", b"sidecar_id", "sidecar_incarnation", b"sidecar_incarnation", "token", b"token", "transport", b"transport", "verbs", b"verbs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1609,6 +1691,8 @@ class VerbsEndpoint(_message.Message):
     RECEIVES_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
     MAILBOXES_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    RAILS_FIELD_NUMBER: _builtins.int
     gid: _builtins.bytes
     """16 bytes; all zero where the port has only a LID."""
     lid: _builtins.int
@@ -1616,6 +1700,8 @@ class VerbsEndpoint(_message.Message):
     """ibv_mtu: 1..5 for 256..4096 bytes. The smaller of both ends is used."""
     receives: _builtins.int
     """Destination only: receives posted per queue pair, that is, runs that may be in flight on it."""
+    device: _builtins.str
+    """Name of the NIC, for people."""
     @_builtins.property
     def qp_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1630,6 +1716,13 @@ class VerbsEndpoint(_message.Message):
     def mailboxes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemoteMemory]:
         """Destination only: one mailbox of `receives` entries of 8 bytes per queue pair, in their order."""
 
+    @_builtins.property
+    def rails(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerbsEndpoint]:
+        """Links over several NICs: the same for the other pairs of NICs (this message is pair 0). Pair i of the destination's
+        reply belongs to pair i of the writer's hello; a writer that offered `rails` may leave a pair out by naming no queue
+        pairs for it, not all of them. Each pair counts its own bytes.
+        """
+
     def __init__(
         self,
         *,
@@ -1641,10 +1734,12 @@ class VerbsEndpoint(_message.Message):
         receives: _builtins.int = ...,
         regions: _abc.Iterable[Global___RemoteMemory] | None = ...,
         mailboxes: _abc.Iterable[Global___RemoteMemory] | None = ...,
+        device: _builtins.str = ...,
+        rails: _abc.Iterable[Global___VerbsEndpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gid", b"gid", "lid", b"lid", "mailboxes", b"mailboxes", "mtu", b"mtu", "psns", b"psns", "qp_numbers", b"qp_numbers", "receives", b"receives", "regions", b"regions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "gid", b"gid", "lid", b"lid", "mailboxes", b"mailboxes", "mtu", b"mtu", "psns", b"psns", "qp_numbers", b"qp_numbers", "rails", b"rails", "receives", b"receives", "regions", b"regions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1953,6 +2048,8 @@ class GetStatusResponse(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     SLOTS_OPEN_FIELD_NUMBER: _builtins.int
+    THREADS_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_NOTES_FIELD_NUMBER: _builtins.int
     sidecar_id: _builtins.str
     incarnation: _builtins.int
     engine_id: _builtins.str
@@ -1965,6 +2062,14 @@ class GetStatusResponse(_message.Message):
     def transports(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportStatus]: ...
     @_builtins.property
     def counters(self) -> Global___TransferCounters: ...
+    @_builtins.property
+    def threads(self) -> _containers.RepeatedCompositeFieldContainer[Global___ThreadStatus]:
+        """Threads that move or poll: where they run and why."""
+
+    @_builtins.property
+    def topology_notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What of this machine's topology could not be read."""
+
     def __init__(
         self,
         *,
@@ -1977,14 +2082,80 @@ class GetStatusResponse(_message.Message):
         transports: _abc.Iterable[Global___TransportStatus] | None = ...,
         counters: Global___TransferCounters | None = ...,
         slots_open: _builtins.int = ...,
+        threads: _abc.Iterable[Global___ThreadStatus] | None = ...,
+        topology_notes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "engine_connected", b"engine_connected", "engine_id", b"engine_id", "engine_incarnation", b"engine_incarnation", "incarnation", b"incarnation", "links", b"links", "sidecar_id", b"sidecar_id", "slots_open", b"slots_open", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "engine_connected", b"engine_connected", "engine_id", b"engine_id", "engine_incarnation", b"engine_incarnation", "incarnation", b"incarnation", "links", b"links", "sidecar_id", b"sidecar_id", "slots_open", b"slots_open", "threads", b"threads", "topology_notes", b"topology_notes", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class ThreadStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CPUS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    cpus: _builtins.str
+    """As in a cpulist of the kernel; "" = where the process may."""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        cpus: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpus", b"cpus", "name", b"name", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ThreadStatus: _TypeAlias = ThreadStatus  # noqa: Y015
+
+@_typing.final
+class NicStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    NUMA_NODE_FIELD_NUMBER: _builtins.int
+    RATE_GBPS_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    peer: _builtins.str
+    """The other end's NIC; links only."""
+    numa_node: _builtins.int
+    """NUMA node; -1 = not told."""
+    rate_gbps: _builtins.float
+    """0 = not told."""
+    used: _builtins.bool
+    """Whether it is used, and why (not)."""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        peer: _builtins.str = ...,
+        numa_node: _builtins.int = ...,
+        rate_gbps: _builtins.float = ...,
+        used: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "numa_node", b"numa_node", "peer", b"peer", "rate_gbps", b"rate_gbps", "reason", b"reason", "used", b"used"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NicStatus: _TypeAlias = NicStatus  # noqa: Y015
 
 @_typing.final
 class TransportStatus(_message.Message):
@@ -1993,20 +2164,30 @@ class TransportStatus(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     USABLE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    NICS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     usable: _builtins.bool
     reason: _builtins.str
     """Why (not)."""
+    waiting: _builtins.str
+    """How it waits for the network, and why so; "" where there is no choice."""
+    @_builtins.property
+    def nics(self) -> _containers.RepeatedCompositeFieldContainer[Global___NicStatus]:
+        """NICs of this machine as this transport sees them."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         usable: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        nics: _abc.Iterable[Global___NicStatus] | None = ...,
+        waiting: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "reason", b"reason", "usable", b"usable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "nics", b"nics", "reason", b"reason", "usable", b"usable", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2024,6 +2205,9 @@ class LinkStatus(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    NICS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     peer_engine_id: _builtins.str
     peer_incarnation: _builtins.int
     direction: _builtins.str
@@ -2034,6 +2218,14 @@ class LinkStatus(_message.Message):
     """`up`, `fencing`, `fenced`."""
     bytes: _builtins.int
     transfers: _builtins.int
+    waiting: _builtins.str
+    """See TransportStatus."""
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportCandidate]:
+        """What else was judged for this link, best first."""
+
+    @_builtins.property
+    def nics(self) -> _containers.RepeatedCompositeFieldContainer[Global___NicStatus]: ...
     def __init__(
         self,
         *,
@@ -2045,10 +2237,13 @@ class LinkStatus(_message.Message):
         state: _builtins.str = ...,
         bytes: _builtins.int = ...,
         transfers: _builtins.int = ...,
+        candidates: _abc.Iterable[Global___TransportCandidate] | None = ...,
+        nics: _abc.Iterable[Global___NicStatus] | None = ...,
+        waiting: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "direction", b"direction", "peer_engine_id", b"peer_engine_id", "peer_incarnation", b"peer_incarnation", "reason", b"reason", "state", b"state", "transfers", b"transfers", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "candidates", b"candidates", "direction", b"direction", "nics", b"nics", "peer_engine_id", b"peer_engine_id", "peer_incarnation", b"peer_incarnation", "reason", b"reason", "state", b"state", "transfers", b"transfers", "transport", b"transport", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
