@@ -22,6 +22,7 @@ from kvmesh.errors import Internal, InvalidArgument
 from kvmesh.kv.layout import LAYOUT_VERSION, KvLayout
 from kvmesh.kv.ring import Doorbell
 from kvmesh.layers.paged import PagedKv, StepPlan, plan_step
+from kvmesh.layers.parallel import SINGLE, TensorParallel
 from kvmesh.loading.source import open_checkpoint, resolve
 from kvmesh.loading.weights import Progress, WeightReader, torch_dtype
 from kvmesh.models.llama import Model
@@ -54,11 +55,13 @@ class StepLogits:
 
 
 class TorchRunner:
-    """`Runner` on CPU. Not thread-safe: the engine core's thread alone calls it."""
+    """`Runner` on CPU, or one rank of several (`kvmesh.engine.parallel` makes one runner of them). Not thread-safe: the
+    engine core's thread alone calls it."""
 
-    def __init__(self, model: Model, info: ModelInfo) -> None:
+    def __init__(self, model: Model, info: ModelInfo, tp: TensorParallel = SINGLE) -> None:
         self.model = model
         self.info = info
+        self.tp = tp
         self._kv: PagedKv | None = None
         self._doorbell: Doorbell | None = None
 
@@ -70,11 +73,13 @@ class TorchRunner:
         threads: int | None = None,
         progress: Progress | None = None,
         backend: str = "auto",
+        tp: TensorParallel = SINGLE,
     ) -> TorchRunner:
         """Load a model (`kvmesh.loading.source.resolve` says what a spec is).
 
         threads: of torch's pool, for the whole process; None leaves it. progress(done, total) counts stored bytes.
         backend: `native` kernels, `torch`, or `auto` (native where it can be built and covers the model).
+        tp: this rank's place; only its part of the weights is kept.
         NotFound, DataLoss and InvalidArgument as the loaders raise them.
         """
         if dtype not in DTYPES:
@@ -84,7 +89,8 @@ class TorchRunner:
         checkpoint = open_checkpoint(resolve(spec))
         try:
             with torch.inference_mode():
-                model = build_model(checkpoint.config, WeightReader(checkpoint, torch_dtype(dtype), progress), backend)
+                reader = WeightReader(checkpoint, torch_dtype(dtype), progress)
+                model = build_model(checkpoint.config, reader, backend, tp)
             described = checkpoint.describe()
         finally:
             checkpoint.close()
@@ -99,15 +105,18 @@ class TorchRunner:
             eos_token_ids=described.eos_token_ids,
             weight_bytes=described.weight_bytes,
         )
-        return cls(model, info)
+        return cls(model, info, tp)
 
     def layout(self, page_size: int, num_pages: int) -> KvLayout:
         """The architecture's one group, in the model's dtype."""
-        return KvLayout(LAYOUT_VERSION, self.info.dtype, page_size, (self.model.kv_group,), num_pages)
+        return KvLayout(LAYOUT_VERSION, self.info.dtype, page_size, (self.model.kv_group,), num_pages, self.tp.size)
 
     def bind(self, layout: KvLayout, regions: Mapping[str, memoryview], doorbell: Doorbell) -> None:
         """Adopt KV memory. InvalidArgument when the layout is not this model's or a region is too small."""
-        if layout.fingerprint() != self.layout(layout.page_size, layout.num_pages).fingerprint() or layout.tp != 1:
+        if (
+            layout.fingerprint() != self.layout(layout.page_size, layout.num_pages).fingerprint()
+            or layout.tp != self.tp.size
+        ):
             raise InvalidArgument("the kv layout is not this model's")
         group = self.model.kv_group.name
         if group not in regions:

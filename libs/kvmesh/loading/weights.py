@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from kvmesh.errors import DataLoss
-from kvmesh.loading.checkpoint import Checkpoint, RawTensor
+from kvmesh.loading.checkpoint import Checkpoint
 
 Progress = Callable[[int, int], None]
+# The whole of a dimension.
+ALL = slice(None)
 _TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -39,34 +43,56 @@ class WeightReader:
         if stored != shape:
             raise DataLoss(f"tensor {name} is {stored}, the config asks for {shape}")
 
-    def _fill(self, out: torch.Tensor, name: str) -> None:
+    def _fill(self, out: torch.Tensor, name: str, rows: slice, cols: slice) -> None:
         raw = self.checkpoint.read(name)
-        out.copy_(_as_torch(raw))
+        data = raw.data[rows] if raw.data.ndim == 1 else raw.data[rows, cols]
+        out.copy_(_as_torch(data, raw.dtype))
         self._done += raw.stored_bytes
         if self._progress:
             self._progress(self._done, self._total)
 
-    def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """One tensor of exactly `shape`."""
-        self._check(name, tuple(shape))
-        out = torch.empty(tuple(shape), dtype=self.dtype)
-        self._fill(out, name)
-        return out
+    def read(
+        self, name: str, shape: Sequence[int], *, rows: slice = ALL, cols: slice = ALL, pad_rows: int = 0
+    ) -> torch.Tensor:
+        """One tensor that is stored as exactly `shape`, or its `rows` and `cols` (a rank's part of it).
 
-    def fused(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> torch.Tensor:
-        """Several tensors (rows[i], *rest) stacked along dim 0, filled in place: no second copy of the weights."""
+        pad_rows: the result has so many rows, the last ones zero, where `rows` are fewer.
+        """
+        return self.fused([name], [shape[0]], *shape[1:], parts=[rows], cols=cols, pad_rows=pad_rows)
+
+    def fused(
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        *rest: int,
+        parts: Sequence[slice] | None = None,
+        cols: slice = ALL,
+        pad_rows: int = 0,
+    ) -> torch.Tensor:
+        """Several tensors (rows[i], *rest) stacked along dim 0, filled in place: no second copy of the weights.
+
+        parts: of each only these rows. cols: of all only these columns. pad_rows: see `read`.
+        """
+        chosen = [ALL] * len(names) if parts is None else list(parts)
         for name, count in zip(names, rows, strict=True):
             self._check(name, (count, *rest))
-        out = torch.empty((sum(rows), *rest), dtype=self.dtype)
+        counts = [_length(wanted, count) for wanted, count in zip(chosen, rows, strict=True)]
+        width = (_length(cols, rest[0]), *rest[1:]) if rest else ()
+        total = sum(counts)
+        out = torch.empty((max(total, pad_rows), *width), dtype=self.dtype)
+        out[total:] = 0
         at = 0
-        for name, count in zip(names, rows, strict=True):
-            self._fill(out[at : at + count], name)
+        for name, wanted, count in zip(names, chosen, counts, strict=True):
+            self._fill(out[at : at + count], name, wanted, cols)
             at += count
         return out
 
 
-def _as_torch(raw: RawTensor) -> torch.Tensor:
+def _length(wanted: slice, total: int) -> int:
+    return len(range(*wanted.indices(total)))
+
+
+def _as_torch(data: npt.NDArray[Any], dtype: str) -> torch.Tensor:
     # The map is read-only and torch would warn about it; the tensor is only ever copied from.
-    data = raw.data if raw.data.flags.writeable else raw.data.copy()
-    tensor = torch.from_numpy(data)
-    return tensor.view(torch.bfloat16) if raw.dtype == "bf16" else tensor
+    tensor = torch.from_numpy(data if data.flags.writeable else data.copy())
+    return tensor.view(torch.bfloat16) if dtype == "bf16" else tensor

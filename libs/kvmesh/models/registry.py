@@ -6,6 +6,7 @@ import logging
 
 from kvmesh.errors import InvalidArgument
 from kvmesh.layers.native.build import NativeUnavailable, load_library
+from kvmesh.layers.parallel import SINGLE, TensorParallel
 from kvmesh.loading.config import ModelConfig
 from kvmesh.loading.weights import WeightReader
 from kvmesh.models.llama import LlamaWeights, Model, TorchLlama
@@ -15,11 +16,16 @@ BACKENDS = ("auto", "native", "torch")
 _log = logging.getLogger(__name__)
 
 
-def build_model(config: ModelConfig, reader: WeightReader, backend: str = "auto") -> Model:
-    """Load weights into a model. `native` raises InvalidArgument where the kernels cannot serve; `auto` takes torch."""
+def build_model(config: ModelConfig, reader: WeightReader, backend: str = "auto", tp: TensorParallel = SINGLE) -> Model:
+    """Load into a model what rank `tp.rank` computes.
+
+    `native` raises InvalidArgument where the kernels cannot serve; `auto` takes torch there.
+    """
     if backend not in BACKENDS:
         raise InvalidArgument(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
     reason = None if supports(config, reader.dtype) else "the kernels do not cover this model or dtype"
+    if tp.size > 1:
+        reason = "the kernels fuse what several ranks must add up in between"
     if backend != "torch" and reason is None:
         try:
             load_library()
@@ -27,7 +33,7 @@ def build_model(config: ModelConfig, reader: WeightReader, backend: str = "auto"
             reason = str(error)
     if backend == "native" and reason:
         raise InvalidArgument(f"no native backend: {reason}")
-    weights = LlamaWeights(config, reader)
+    weights = LlamaWeights(config, reader, tp)
     if backend == "torch" or reason:
         _log.info("torch backend: %s", reason or "asked for")
         return TorchLlama(weights)
