@@ -86,7 +86,7 @@ class Mesh:
 
 
 async def until(
-    condition: Callable[[], Awaitable[Any] | Any], what: str, timeout_s: float = 20.0, every_s: float = 0.05
+    condition: Callable[[], Awaitable[Any] | Any], what: str, timeout_s: float = 90.0, every_s: float = 0.05
 ) -> Any:
     """Poll `condition` until it is truthy; fails with `what` after the timeout. Errors of a service that restarts are
     taken as "not yet"."""
@@ -105,7 +105,7 @@ async def until(
     raise AssertionError(f"{what}: not within {timeout_s} s (last: {last!r})")
 
 
-async def settled(mesh: Mesh, *names: str, timeout_s: float = 20.0) -> None:
+async def settled(mesh: Mesh, *names: str, timeout_s: float = 90.0) -> None:
     """Until nothing runs on these workers and every page is free (or evictable: the prefix cache alone holds it)."""
     loads: dict[str, engine_pb2.WorkerLoad] = {}
 

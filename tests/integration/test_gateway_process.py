@@ -19,7 +19,7 @@ from kvmesh.client import Client
 from kvmesh.errors import NotFound, Unavailable
 from kvmesh.rpc import open_channel
 
-START_S = 60.0
+START_S = 90.0
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -182,9 +182,9 @@ async def test_nobody_is_served_before_a_worker_is_there(tmp_path: Path) -> None
     try:
         async with open_channel(gateway.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
-            live = await stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=5)
+            live = await stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=60)
             assert live.status == health_pb2.HealthCheckResponse.SERVING
-            ready = await stub.Check(health_pb2.HealthCheckRequest(service="kvmesh.v1.Inference"), timeout=5)
+            ready = await stub.Check(health_pb2.HealthCheckRequest(service="kvmesh.v1.Inference"), timeout=60)
             assert ready.status == health_pb2.HealthCheckResponse.NOT_SERVING
         async with Client(gateway.address) as client:
             with pytest.raises((Unavailable, NotFound)):

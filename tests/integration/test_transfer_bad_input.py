@@ -79,7 +79,7 @@ async def answer(sock: socket.socket, data: bytes) -> bytes:
     loop = asyncio.get_running_loop()
     sock.setblocking(False)
     received = b""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         try:
             await loop.sock_sendall(sock, data)
             while chunk := await loop.sock_recv(sock, 65536):
@@ -148,7 +148,7 @@ async def test_too_many_descriptors_are_closed_again(scene: Scene) -> None:
     body, _ = await exchange(sock, hello, [2] * 5, max_fds=0, timeout_s=5)
     assert "descriptors arrived, at most 1 are taken" in pb.DataHelloReply.FromString(body).reason
     sock.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while scene.target.sidecar.fds() > before:
             await asyncio.sleep(0.01)
 
@@ -235,7 +235,7 @@ class Writer:
         body, _ = await exchange(again, hello, [], max_fds=0, timeout_s=5)
         assert not pb.DataHelloReply.FromString(body).ok
         again.close()
-        sock.settimeout(5)
+        sock.settimeout(60)
         self.sock = sock
         return self
 

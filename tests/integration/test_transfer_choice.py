@@ -86,7 +86,7 @@ async def test_no_common_transport(tmp_path: Path) -> None:
 async def health(address: str, service: str) -> int:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        return int((await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status)
+        return int((await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)).status)
 
 
 async def test_health_metrics_and_status(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ async def test_health_metrics_and_status(tmp_path: Path) -> None:
         for process in (a, b):
             ready = json.loads((tmp_path / f"{process.name}.1.json").read_text())
             url = f"http://{ready['metrics']}/metrics"
-            text[process.name] = await asyncio.to_thread(lambda u: urllib.request.urlopen(u, timeout=5).read(), url)
+            text[process.name] = await asyncio.to_thread(lambda u: urllib.request.urlopen(u, timeout=60).read(), url)
         nbytes = float(target.expected(DST))
         assert f'kvmesh:transfer_bytes_total{{direction="out",transport="shm"}} {nbytes}'.encode() in text["src"]
         assert f'kvmesh:transfer_bytes_total{{direction="in",transport="shm"}} {nbytes}'.encode() in text["dst"]
@@ -116,7 +116,7 @@ async def test_health_metrics_and_status(tmp_path: Path) -> None:
         assert status.counters.bytes_received == nbytes
         assert status.counters.slots_completed == 1
         await target.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await health(b.address, "kvmesh.v1.KvTransfer") != not_serving:
                 await asyncio.sleep(0.02)
         await source.close()

@@ -87,7 +87,7 @@ async def engine(here: Here) -> AsyncIterator[Engine]:
 async def until(condition: Callable[[], Any], what: str) -> None:
     """Wait for what no event tells of."""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.005)
     except TimeoutError:

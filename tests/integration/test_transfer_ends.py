@@ -41,7 +41,7 @@ class Pair:
         self.source.publish(transfer, 0, 3)
         self.source.doorbell.ring()
         self.source.doorbell.ring()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (self.target.pages[1, DST[0]] == before).all():
                 await asyncio.sleep(0.002)
 

@@ -101,7 +101,7 @@ async def test_kill_a_sidecar_in_the_middle_of_a_transfer(victim: str, tmp_path:
             await nodes[victim].start_sidecar()
 
             async def registered() -> bool:
-                info = (await nodes[victim].engine.Describe(pb.DescribeRequest(), timeout=5)).info
+                info = (await nodes[victim].engine.Describe(pb.DescribeRequest(), timeout=60)).info
                 return bool(info.kvtransfer_address) and info.state == pb.WORKER_STATE_SERVING
 
             await until(registered, "the worker does not register with the successor")

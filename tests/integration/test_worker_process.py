@@ -31,7 +31,7 @@ async def test_sigterm_finishes_running_streams_and_refuses_new_ones(module: str
                 gateway_id="g", request_id="r", model="scripted", token_ids=[1, 2, 3], prompt_len=3, ttft_ms=10_000,
                 total_ms=20_000, sampling=inference_pb2.SamplingParams(max_tokens=50, seed=1, ignore_eos=True),
             )  # fmt: skip
-            await stub.Submit(request, timeout=5)
+            await stub.Submit(request, timeout=60)
             tokens: list[int] = []
             ends: list[pb.RequestEnd] = []
             async with asyncio.timeout(WAIT_S):

@@ -26,8 +26,8 @@ from kvmesh.transfer.client import SidecarClient, SlotHandle, TransferHandle
 from kvmesh.transfer.descriptor import build_descriptor, slot_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 30.0
-WAIT_S = 20.0
+START_S = 90.0
+WAIT_S = 90.0
 
 
 def make_layout(num_pages: int = 64, layers: int = 4, page_size: int = 16, heads: int = 2, dim: int = 64) -> KvLayout:
@@ -95,7 +95,7 @@ class SidecarProcess:
     def wait(self) -> int:
         """Exit status, once it has ended by itself."""
         assert self.process is not None
-        return self.process.wait(15)
+        return self.process.wait(60)
 
     def log(self) -> str:
         return (self.folder / f"{self.name}.log").read_text(errors="replace")
@@ -104,7 +104,7 @@ class SidecarProcess:
         os.kill(self.pid, number)
         if number == signal.SIGKILL:
             assert self.process is not None
-            self.process.wait(10)
+            self.process.wait(60)
 
     def fds(self) -> int:
         return psutil.Process(self.pid).num_fds()
@@ -114,7 +114,7 @@ class SidecarProcess:
 
     async def status(self) -> pb.GetStatusResponse:
         async with grpc.aio.insecure_channel(self.address) as channel:
-            return await kvtransfer_pb2_grpc.KvTransferStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5)
+            return await kvtransfer_pb2_grpc.KvTransferStub(channel).GetStatus(pb.GetStatusRequest(), timeout=60)
 
     def stop(self) -> int:
         """SIGTERM; returns the exit status."""
@@ -124,7 +124,7 @@ class SidecarProcess:
             os.kill(self.pid, signal.SIGCONT)
         self.process.terminate()
         try:
-            return self.process.wait(15)
+            return self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(5)

@@ -17,7 +17,7 @@ from kvmesh.proto.v1 import engine_pb2_grpc, inference_pb2
 from kvmesh.rpc import MeshChannel, open_channel
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 30.0
+WAIT_S = 90.0
 
 
 @asynccontextmanager
@@ -103,7 +103,7 @@ class Node:
         self.channel = await self.stack.enter_async_context(open_channel(self.info["address"]))
 
         async def registered() -> bool:
-            info = (await self.engine.Describe(pb.DescribeRequest(), timeout=5)).info
+            info = (await self.engine.Describe(pb.DescribeRequest(), timeout=60)).info
             return bool(info.kvtransfer_address) and info.state == pb.WORKER_STATE_SERVING
 
         await until(registered, f"{self.name} never registers with its sidecar")
@@ -116,7 +116,7 @@ class Node:
         return pb.PrefillTarget(worker_id=self.name, address=self.info["address"], incarnation=self.info["incarnation"])
 
     async def load(self) -> pb.WorkerLoad:
-        return (await self.engine.GetLoad(pb.GetLoadRequest(), timeout=5)).load
+        return (await self.engine.GetLoad(pb.GetLoadRequest(), timeout=60)).load
 
     async def idle(self) -> None:
         """Nothing runs and every page is free or the prefix cache's alone."""

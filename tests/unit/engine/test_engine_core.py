@@ -16,7 +16,7 @@ from kvmesh.engine.sequence import SeqState
 from kvmesh.errors import Cancelled, DataLoss, Internal, InvalidArgument, Unavailable
 from tests.unit.engine.world import BASES, World, error_of
 
-WAIT = 20.0
+WAIT = 90.0
 
 
 class Collector:

@@ -19,7 +19,7 @@ from kvmesh.rpc.status import to_frame
 MODEL = "scripted"
 EOS = 257
 FINGERPRINT = scripted_tokenizer().fingerprint
-WAIT_S = 10.0
+WAIT_S = 90.0
 
 _incarnations = itertools.count(1)
 

@@ -44,7 +44,7 @@ async def test_no_message_and_no_prompt(world: World) -> None:
     await world.worker()
     await world.start(static=True)
     assert (
-        await end_of(world.stub.Chat(pb.ChatRequest(model="scripted"), timeout=5))
+        await end_of(world.stub.Chat(pb.ChatRequest(model="scripted"), timeout=60))
     ).code().name == "INVALID_ARGUMENT"
     for request in (
         pb.GenerateRequest(model="scripted"),
@@ -53,13 +53,13 @@ async def test_no_message_and_no_prompt(world: World) -> None:
         pb.GenerateRequest(model="scripted", tokens=pb.TokenIds(ids=[258])),
         pb.GenerateRequest(model="scripted", tokens=pb.TokenIds(ids=[1] * 1024)),
     ):
-        error = await end_of(world.stub.Generate(request, timeout=5))
+        error = await end_of(world.stub.Generate(request, timeout=60))
         assert error.code().name == "INVALID_ARGUMENT"
         assert from_rpc_error(error).details["field"] == "prompt"
 
 
 async def raw(world: World, data: bytes) -> grpc.aio.AioRpcError:
-    call = world.channel().unary_stream("/kvmesh.v1.Inference/Chat")(data, timeout=5)
+    call = world.channel().unary_stream("/kvmesh.v1.Inference/Chat")(data, timeout=60)
     return await end_of(call)
 
 
@@ -90,7 +90,7 @@ async def test_generate_takes_text_and_tokens(world: World) -> None:
         pb.GenerateRequest(model="scripted", text="hi<|im_end|>"),
         pb.GenerateRequest(model="auto", tokens=pb.TokenIds(ids=[104, 105, 257])),
     ):
-        events = await rest(world.stub.Generate(request, timeout=5))
+        events = await rest(world.stub.Generate(request, timeout=60))
         assert text_of(events) == "hello"
         assert events[0].accepted.model == "scripted"
     # In a raw prompt, control tokens are what they say.

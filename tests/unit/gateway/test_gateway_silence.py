@@ -15,7 +15,7 @@ async def test_silence_is_told_once_and_hearing_defers_it() -> None:
         watch.heard()
     assert not silent.is_set()
     began = time.monotonic()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await silent.wait()
     assert time.monotonic() - began >= 0.19
     assert watch.silent
@@ -38,7 +38,7 @@ async def test_a_peer_that_says_nothing_after_the_standstill_is_silent() -> None
     silent = asyncio.Event()
     watch = SilenceWatch(0.1, silent.set)
     time.sleep(0.3)  # noqa: ASYNC251
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await silent.wait()
     watch.stop()
 

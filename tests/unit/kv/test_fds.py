@@ -26,8 +26,8 @@ def open_fds():
 @pytest.fixture(params=KINDS, ids=["seqpacket", "stream"])
 def pair(request):
     left, right = socket.socketpair(socket.AF_UNIX, request.param)
-    left.settimeout(10)
-    right.settimeout(10)
+    left.settimeout(60)
+    right.settimeout(60)
     yield left, right
     left.close()
     right.close()
@@ -87,8 +87,8 @@ def test_exactly_as_many_as_asked_for_are_taken(pair, count):
 def test_a_packet_that_is_too_long_is_refused_with_its_descriptors():
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with left, right:
-        left.settimeout(10)
-        right.settimeout(10)
+        left.settimeout(60)
+        right.settimeout(60)
         fds = pipes(2)
         before = open_fds()
         send_with_fds(left, bytes(101), fds)
@@ -101,8 +101,8 @@ def test_a_packet_that_is_too_long_is_refused_with_its_descriptors():
 def test_a_stream_sends_the_whole_of_a_long_message():
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with left, right:
-        left.settimeout(10)
-        right.settimeout(10)
+        left.settimeout(60)
+        right.settimeout(60)
         left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         payload = os.urandom(1 << 20)
         (fd,) = pipes(1)
@@ -205,7 +205,7 @@ def test_across_a_real_process_region_doorbell_and_pidfd():
         assert wait_exit(pidfd, 30)
         # Known to be gone before anybody has reaped it.
         assert not is_alive(pidfd)
-        assert child.wait(10) == 0
+        assert child.wait(60) == 0
         os.close(pidfd)
 
 

@@ -17,7 +17,7 @@ from kvmesh.rpc.auth import TENANT_KEY
 from router_helpers import full_answer
 from services.router.service import RouterService
 
-LIMIT_S = 20.0
+LIMIT_S = 90.0
 TOKEN = "router-test-token-0123456789"
 
 
@@ -43,7 +43,7 @@ class Valkey:
     def client(self) -> Any:
         import redis
 
-        return redis.Redis(port=self.port, socket_timeout=5)
+        return redis.Redis(port=self.port, socket_timeout=60)
 
     def close(self) -> None:
         self._server.terminate()

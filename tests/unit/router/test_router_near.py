@@ -384,7 +384,7 @@ async def test_close_while_loading(make: Make) -> None:
     gate = threading.Event()
 
     def load() -> Embedder | None:
-        gate.wait(10)
+        gate.wait(60)
         return HashEmbedder()
 
     cache = make(load)
@@ -394,5 +394,5 @@ async def test_close_while_loading(make: Make) -> None:
     gate.set()
     await closing
     assert await asyncio.to_thread(cache.settled.wait, 10)
-    cache._thread.join(10)
+    cache._thread.join(60)
     assert not cache._thread.is_alive()

@@ -40,7 +40,7 @@ async def test_a_trace_joins_client_server_and_the_next_hop(mesh, spans) -> None
     with tracing.span(names.SPAN_CLIENT_REQUEST, kind=SpanKind.CLIENT):
         trace_id = tracing.current_trace_id()
         seen = [m.value async for m in mesh.echo(near).stream(Text(), timeout=5)]
-    await asyncio.wait_for(near._state.idle.wait(), 2)
+    await asyncio.wait_for(near._state.idle.wait(), 60)
     assert seen == [trace_id]
 
     by_name = {span.name: span for span in spans.get_finished_spans()}
@@ -86,9 +86,9 @@ async def test_failed_and_cancelled_calls_end_their_spans(mesh, spans) -> None:
     with pytest.raises(errors.NotFound), raising():
         await echo.unary(Text(value="x"))
     call = echo.unary(Text())
-    await asyncio.wait_for(started.wait(), 2)
+    await asyncio.wait_for(started.wait(), 60)
     call.cancel()
-    await asyncio.wait_for(server._state.idle.wait(), 2)
+    await asyncio.wait_for(server._state.idle.wait(), 60)
     failed = {s.attributes[names.ERROR_TYPE]: s for s in spans.get_finished_spans()}
     assert set(failed) == {"NOT_FOUND", "CANCELLED"}
     assert not any("secret" in str(s.events) + str(s.status.description) for s in failed.values())
@@ -120,14 +120,14 @@ async def test_calls_spread_over_all_addresses_and_survive_one(mesh) -> None:
     channel = mesh.channel([first.address, second.address])
     assert channel.address == f"ipv4:{first.address},{second.address}"
     call = channel.unary_unary(f"/{SERVICE}/Unary", request_serializer=Text.SerializeToString)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(counts) < 2 or sum(counts.values()) < 20:
             await call(Text())
     assert min(counts.values()) >= 5
     await first.close()
     counts.clear()
     answered = 0
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while answered < 10:
             try:
                 with raising():

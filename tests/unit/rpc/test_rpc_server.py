@@ -104,7 +104,7 @@ async def test_aborts_of_a_handler_keep_their_status(mesh) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as got:
         await mesh.echo(server).unary(Text())
     assert (got.value.code(), got.value.details()) == (grpc.StatusCode.ALREADY_EXISTS, "there")
-    await asyncio.wait_for(server._state.idle.wait(), 2)
+    await asyncio.wait_for(server._state.idle.wait(), 60)
     assert metrics.value(names.RPC_HANDLED, method=f"{SERVICE}/Unary", code="ALREADY_EXISTS") == before + 1
 
 
@@ -187,7 +187,7 @@ async def test_public_unary_calls_get_the_default_deadline(mesh) -> None:
     async with grpc.aio.insecure_channel(server.address) as bare:
         with pytest.raises(errors.DeadlineExceeded, match="default deadline"), raising():
             await bare.unary_unary(f"/{SERVICE}/Unary", Text.SerializeToString, Text.FromString)(Text())
-    await asyncio.wait_for(ended.wait(), 2)
+    await asyncio.wait_for(ended.wait(), 60)
 
 
 async def test_an_expired_deadline_cancels_the_handler(mesh) -> None:
@@ -203,7 +203,7 @@ async def test_an_expired_deadline_cancels_the_handler(mesh) -> None:
     server = await mesh.serve(unary=hang)
     with pytest.raises(errors.DeadlineExceeded), raising():
         await mesh.echo(server).unary(Text(), timeout=0.1)
-    await asyncio.wait_for(ended.wait(), 2)
+    await asyncio.wait_for(ended.wait(), 60)
 
 
 @pytest.mark.parametrize("where", ["waiting", "yielded"])
@@ -227,8 +227,8 @@ async def test_a_client_that_leaves_cancels_the_generator_at_once(mesh, where: s
     with cancelling(mesh.echo(server).stream(Text())) as call:
         await call.read()
         assert server.in_flight == 1
-    await asyncio.wait_for(closed.wait(), 2)
-    await asyncio.wait_for(server._state.idle.wait(), 2)
+    await asyncio.wait_for(closed.wait(), 60)
+    await asyncio.wait_for(server._state.idle.wait(), 60)
     assert during == [1]
 
 
@@ -244,7 +244,7 @@ async def test_cancelled_streams_leave_no_tasks(mesh) -> None:
         for _ in range(number):
             with cancelling(echo.stream(Text(), timeout=10)) as call:
                 await call.read()
-        await asyncio.wait_for(server._state.idle.wait(), 5)
+        await asyncio.wait_for(server._state.idle.wait(), 60)
         return len(asyncio.all_tasks())
 
     first = await rounds(20)
@@ -327,7 +327,7 @@ async def test_a_taken_port_is_a_clear_error(mesh) -> None:
     add_echo(second, unary=upper)
     with pytest.raises(errors.FailedPrecondition, match=f"cannot listen on {first.address}"):
         await second.start()
-    await asyncio.wait_for(second.close(), 5)
+    await asyncio.wait_for(second.close(), 60)
     assert (await mesh.echo(first).unary(Text(value="a"))).value == "A"
 
 

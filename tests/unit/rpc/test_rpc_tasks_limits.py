@@ -51,7 +51,7 @@ async def test_a_task_that_dies_is_logged_counted_and_surfaces(caplog) -> None:
         tasks.spawn(forever(), name="other")
         with caplog.at_level(logging.ERROR):
             tasks.spawn(boom(), name="loop:7")
-            failure = await asyncio.wait_for(tasks.wait_failed(), 2)
+            failure = await asyncio.wait_for(tasks.wait_failed(), 60)
         assert isinstance(failure, ValueError)
     assert "loop:7" in caplog.text
     assert metrics.value(names.TASK_FAILURES, task="loop") == before + 1
@@ -70,7 +70,7 @@ async def test_the_server_stops_when_an_essential_task_fails() -> None:
     await server.start()
     async with BackgroundTasks() as tasks:
         tasks.spawn(boom(), name="loop")
-        failure = await asyncio.wait_for(server.serve_until_signal(tasks=tasks), 5)
+        failure = await asyncio.wait_for(server.serve_until_signal(tasks=tasks), 60)
     assert isinstance(failure, ValueError)
 
 

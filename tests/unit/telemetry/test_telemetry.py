@@ -53,7 +53,7 @@ def test_every_metric_can_be_made_and_is_served() -> None:
     server = metrics.start_http("127.0.0.1:0")
     assert server is not None
     try:
-        page = urllib.request.urlopen(f"http://{server.address}/metrics", timeout=5).read().decode()
+        page = urllib.request.urlopen(f"http://{server.address}/metrics", timeout=60).read().decode()
     finally:
         server.close()
     served = {family.name for family in text_string_to_metric_families(page)}

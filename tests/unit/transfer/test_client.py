@@ -84,7 +84,7 @@ class Rig:
         return client
 
     async def asked(self) -> pb.EngineMessage:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await self.sidecar.asked.get()
 
 
@@ -116,7 +116,7 @@ async def test_a_start_without_an_answer_keeps_its_pages(rig: Rig, monkeypatch: 
     assert not start.done()
     accepted = pb.TransferAccepted(transfer_id=7, transport="shm")
     rig.sidecar.frames[-1].send(pb.SidecarMessage(call_id=asked.call_id, transfer_accepted=accepted))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert (await start).transfer_id == 7
 
 
@@ -135,7 +135,7 @@ async def test_a_start_on_a_lost_connection_fails_when_the_sidecar_has_let_go(ri
     assert not start.done()
     await rig.connect()
     with pytest.raises(Unavailable, match="the sidecar is lost"):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await start
 
 

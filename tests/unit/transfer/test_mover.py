@@ -48,7 +48,7 @@ class Rig:
         self.out = Instant()
 
     async def event(self) -> SendEvent:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self.events.get()
 
     def publish(self, first: int, transfer_id: int = 1) -> None:
@@ -117,7 +117,7 @@ async def test_a_step_that_hangs_is_polled_ever_more_rarely(rig: Rig) -> None:
 async def test_broken_link_is_told_once_and_its_sends_end(rig: Rig) -> None:
     await rig.mover.start_send(make(rig.out, [1, 2], [3, 4]), 0)
     await rig.mover.call(lambda: rig.out.fence("cable cut"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await rig.broken.get() == "cable cut"
     event = await rig.event()
     assert isinstance(event, SendDrained)
@@ -132,7 +132,7 @@ async def test_a_corrupt_ring_ends_the_engines_transfers(rig: Rig) -> None:
     words[0] = 1 << 60
     words.release()
     os.eventfd_write(rig.eventfd, 1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert "corrupt" in await rig.faults.get()
     assert isinstance(await rig.event(), SendDrained)
     # The thread lives on.

@@ -56,7 +56,7 @@ class Rig:
         return Write(number, immediate, 0, 0, at, at, [PAGE] * len(at), PAGE * len(at))
 
     async def poll(self, count: int, budget: int = 700) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.completions) < count:
                 self.completions += self.out.poll(budget)
                 await asyncio.sleep(0)
@@ -75,7 +75,7 @@ async def rig() -> AsyncIterator[Rig]:
     rig = Rig()
     yield rig
     rig.out.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await rig.inbound.fence()
     rig.source.close()
     rig.target.close()
@@ -120,7 +120,7 @@ async def test_a_connection_that_ends_inside_a_write(rig: Rig, cut: int) -> None
     rig.raw.setblocking(True)
     await asyncio.to_thread(rig.raw.sendall, data[:cut])
     rig.raw.shutdown(socket.SHUT_WR)
-    assert "inside a write" in await asyncio.wait_for(asyncio.shield(rig.ended), 10)
+    assert "inside a write" in await asyncio.wait_for(asyncio.shield(rig.ended), 60)
     await rig.inbound.fence()
     assert rig.inbound.poll() == []
     assert rig.landed() <= {3}

@@ -123,7 +123,7 @@ async def test_the_same_attempt_twice_already_exists_another_attempt_does_not() 
 async def test_a_full_queue_refuses_with_retry_info() -> None:
     async with running(max_batch=1, max_queue=1, scripted_step_ms=20) as worker, Gateway(worker) as gateway:
         running_one = await gateway.submit(gateway.request(prompt(5), sampling=sampling(500)))
-        await asyncio.wait_for(running_one.first.wait(), 10)
+        await asyncio.wait_for(running_one.first.wait(), 60)
         waiting = await gateway.submit(gateway.request(prompt(6), sampling=sampling(500)))
         # Measured by the core, not only posted to it: between the two a refusal comes as a terminal.
         await until(lambda: worker.core._load.waiting == 1)
@@ -158,7 +158,7 @@ async def test_abort_of_single_choices_is_silent_until_all_have_ended() -> None:
     async with running(scripted_step_ms=2) as worker, Gateway(worker) as gateway:
         request = gateway.request(prompt(5), sampling=sampling(1000, n=2))
         answer = await gateway.submit(request)
-        await asyncio.wait_for(answer.first.wait(), 10)
+        await asyncio.wait_for(answer.first.wait(), 60)
         assert await gateway.abort(request.request_id, choices=(0,)) == 1
         await until(lambda: worker.core.load().running == 1)
         assert not answer.ended.is_set()
@@ -209,7 +209,7 @@ async def test_a_second_frames_of_the_same_gateway_ends_the_first() -> None:
         async with Gateway(worker, "g") as first:
             old = await first.submit(first.request(prompt(5), sampling=sampling(1900)))
             async with Gateway(worker, "g") as second:
-                await asyncio.wait({first._reader}, timeout=5)
+                await asyncio.wait({first._reader}, timeout=60)
                 assert isinstance(first._reader.exception(), grpc.aio.AioRpcError)  # type: ignore[union-attr]
                 new = await second.ask(prompt(6), sampling=sampling(5), request_id="new")
                 assert new.tokens == {0: expected(prompt(6), 5)}
@@ -260,9 +260,9 @@ async def test_drain_lets_work_finish_and_refuses_new() -> None:
 async def test_shutdown_ends_what_does_not_finish_with_one_terminal_each_and_flushes() -> None:
     async with running(scripted_step_ms=5) as worker, Gateway(worker) as gateway:
         answers = [await gateway.submit(gateway.request(prompt(5, i), sampling=sampling(2000))) for i in range(5)]
-        await asyncio.wait_for(answers[-1].first.wait(), 10)
+        await asyncio.wait_for(answers[-1].first.wait(), 60)
         await worker.worker.drain(Deadline.after(0.2))
-        await asyncio.wait({gateway._reader}, timeout=5)  # type: ignore[arg-type]
+        await asyncio.wait({gateway._reader}, timeout=60)  # type: ignore[arg-type]
         for answer in answers:
             assert len(answer.ends) == 1
             assert answer.error is not None

@@ -189,7 +189,7 @@ async def test_a_newer_stream_ends_the_older_even_while_its_write_hangs() -> Non
     old = hub.get("g")
     second = asyncio.create_task(hub.serve("g", collect))
     with pytest.raises(Cancelled):
-        await asyncio.wait_for(first, 5)
+        await asyncio.wait_for(first, 60)
     assert hub.get("g") is not old
     assert len(ended) == 1
     old.tokens(delta("lost", 0, 0, [1]))
@@ -253,7 +253,7 @@ async def test_a_stalled_reader_does_not_disturb_another_gateway_and_loses_its_o
                     assert answer.gaps == answer.late == 0
                 assert well.sequence_errors == 0
                 # The reader that comes back finds a broken stream, not a resumed one.
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     with contextlib.suppress(grpc.aio.AioRpcError):
                         while await call.read() is not grpc.aio.EOF:
                             pass

@@ -560,7 +560,7 @@ async def test_prefill_run_refuses_what_does_not_fit() -> None:
         stub = engine_pb2_grpc.PrefillStub(m.prefill.channel)
 
         async def code(request: pb.RunRequest) -> str:
-            call = stub.Run(request, timeout=5)
+            call = stub.Run(request, timeout=60)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for _ in call:
                     pass

@@ -20,7 +20,7 @@ from kvmesh.proto.v1 import engine_pb2_grpc, inference_pb2
 from kvmesh.rpc import BackgroundTasks, MeshAuth, MeshChannel, RpcServer, ServiceContext, open_channel
 from worker_fakes import Fabric, FakeLink, FakeSidecar
 
-WAIT_S = 20.0
+WAIT_S = 90.0
 Key = tuple[str, int]
 
 
