@@ -83,12 +83,14 @@ class SendCredits:
 
 
 class ReceiveCredits:
-    """One queue pair of a destination. receives: of its receive queue, all posted at the start."""
+    """One queue pair of a destination. receives: of its receive queue, all posted at the start; words: that may be on
+    their way at a time."""
 
-    __slots__ = ("_consumed", "_posted", "_sending", "_told", "receives")
+    __slots__ = ("_consumed", "_posted", "_sending", "_told", "_words", "receives")
 
-    def __init__(self, receives: int) -> None:
+    def __init__(self, receives: int, words: int = CREDIT_WORDS) -> None:
         self.receives = receives
+        self._words = words
         self._consumed = 0
         self._posted = receives
         self._told = receives
@@ -114,7 +116,7 @@ class ReceiveCredits:
 
     def due(self) -> int | None:
         """The word to send to the writer now, None for none."""
-        if self._sending == CREDIT_WORDS or self._posted - self._told < (self.receives + 1) // 2:
+        if self._sending == self._words or self._posted - self._told < (self.receives + 1) // 2:
             return None
         return self._posted % _MODULUS
 

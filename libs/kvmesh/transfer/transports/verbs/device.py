@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvmesh.errors import FailedPrecondition, InvalidArgument, Unavailable
 from kvmesh.transfer.transports.verbs.options import VerbsOptions
@@ -49,16 +50,27 @@ class _Entry:
     users: int
 
 
-class Device:
+class PortOptions(Protocol):
+    """Which device and port. See VerbsOptions."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def gid_index(self) -> int: ...
+
+
+class RdmaDevice(ABC):
     """An open device with one protection domain. Raises Unavailable with the reason where it cannot be used."""
 
-    def __init__(self, api: Api, options: VerbsOptions) -> None:
+    def __init__(self, api: Api, where: PortOptions) -> None:
         self.api = api
-        self.options = options
-        self.name = _choose(api, options.device)
+        self._where = where
+        self.name = self._choose(device_names(api), where.device)
         self.context: Any = None
         try:
-            self.context = api.Context(name=self.name)
+            self.context = self._open()
             self._check(self.context.query_device())
             self.port = self._port()
             self.pd = api.PD(self.context)
@@ -110,6 +122,7 @@ class Device:
         for entry in self._entries.values():
             entry.mr.close()
         self._entries.clear()
+        self._close_parts()
         self.pd.close()
         self._close_context()
 
@@ -143,17 +156,25 @@ class Device:
             raise Unavailable(f"{self.name} cannot register memory: {error}{hint}") from None
         return _Entry(mr, Memory(address, int(mr.length), int(mr.lkey), int(mr.rkey)), 0)
 
+    def _choose(self, names: Sequence[str], wanted: str) -> str:
+        """The wanted one, or the first. Raises FailedPrecondition."""
+        if wanted and wanted not in names:
+            raise FailedPrecondition(f"no RDMA device {wanted!r}; there is {', '.join(names)}")
+        return wanted or names[0]
+
+    def _open(self) -> Any:
+        """The context of `name`."""
+        return self.api.Context(name=self.name)
+
+    @abstractmethod
     def _check(self, attributes: Any) -> None:
-        """Is it large enough?"""
-        options = self.options
-        requests = options.qps * (options.send_depth + options.receives + 8)
-        for name, need in (("max_qp_wr", max(options.send_depth, options.receives)), ("max_cqe", requests)):
-            have = int(getattr(attributes, name))
-            if have < need:
-                raise Unavailable(f"{self.name} has {name} {have}, {need} are needed: lower send_depth or qps")
+        """Is it large enough? Raises Unavailable."""
+
+    def _close_parts(self) -> None:  # noqa: B027
+        """Let go of what else the protection domain holds; nothing here."""
 
     def _port(self) -> Port:
-        number, enums = self.options.port, self.api.enums
+        number, enums = self._where.port, self.api.enums
         state = self.context.query_port(number)
         if int(state.state) != int(enums.IBV_PORT_ACTIVE):
             raise Unavailable(f"port {number} of {self.name} is not active")
@@ -163,7 +184,7 @@ class Device:
 
     def _gid(self, port: int, layer: int, count: int) -> tuple[int, bytes]:
         """The best entry: on Ethernet RoCE v2 over IPv4, then over routed IPv6, then what there is."""
-        wanted = self.options.gid_index
+        wanted = self._where.gid_index
         indices: Sequence[int] = [wanted] if wanted >= 0 else range(min(count, MAX_GIDS))
         best: tuple[int, int, bytes] | None = None
         for index in indices:
@@ -191,16 +212,32 @@ class Device:
             return False
 
 
-def _choose(api: Api, wanted: str) -> str:
+class Device(RdmaDevice):
+    """A device for reliable connections."""
+
+    def __init__(self, api: Api, options: VerbsOptions) -> None:
+        self.options = options
+        super().__init__(api, options)
+
+    def _check(self, attributes: Any) -> None:
+        """Is it large enough?"""
+        options = self.options
+        requests = options.qps * (options.send_depth + options.receives + 8)
+        for name, need in (("max_qp_wr", max(options.send_depth, options.receives)), ("max_cqe", requests)):
+            have = int(getattr(attributes, name))
+            if have < need:
+                raise Unavailable(f"{self.name} has {name} {have}, {need} are needed: lower send_depth or qps")
+
+
+def device_names(api: Api) -> list[str]:
+    """This machine's RDMA devices. Raises Unavailable where there is none."""
     try:
         names = [device.name.decode() for device in api.get_device_list()]
     except api.error:
         names = []
     if not names:
         raise Unavailable("this machine has no RDMA device")
-    if wanted and wanted not in names:
-        raise FailedPrecondition(f"no RDMA device {wanted!r}; there is {', '.join(names)}")
-    return wanted or names[0]
+    return names
 
 
 def gid_bytes(text: str) -> bytes:

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvmesh.errors import DataLoss, InvalidArgument, KvmeshError, Unavailable
-from kvmesh.transfer.transports.base import Completion, Outbound, Write
+from kvmesh.errors import DataLoss, KvmeshError, Unavailable
 from kvmesh.transfer.transports.verbs.credits import SendCredits
 from kvmesh.transfer.transports.verbs.device import Device, Memory
 from kvmesh.transfer.transports.verbs.mailbox import Mailbox
@@ -21,14 +19,14 @@ from kvmesh.transfer.transports.verbs.qp import (
     KIND_INNER,
     KIND_RECEIVE,
     KIND_WORD,
-    CompletionQueue,
     Done,
     QueuePair,
     Row,
+    RunQueue,
 )
+from kvmesh.transfer.transports.verbs.writer import POLL_BATCH, Pending, RdmaOutbound, refuse_row
 
 log = logging.getLogger(__name__)
-POLL_BATCH = 64
 _WHAT = {KIND_CLOSE: "a run", KIND_INNER: "a write", KIND_RECEIVE: "a receive", KIND_WORD: "a word"}
 
 
@@ -42,23 +40,8 @@ class Target:
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
-    """A write until it has completed."""
-
-    write: Write
-    next_row: int = 0
-    runs_out: int = 0
-    error: str = ""
-    ended: bool = False
-
-    @property
-    def posted(self) -> bool:
-        return self.next_row == len(self.write.length)
-
-
-@dataclass(slots=True, eq=False)
 class _Run:
-    parts: list[_Pending]
+    parts: list[Pending]
     nbytes: int
 
 
@@ -71,106 +54,46 @@ class _Lane:
     runs: deque[_Run] = field(default_factory=deque)
 
 
-class VerbsOutbound(Outbound):
+class VerbsOutbound(RdmaOutbound):
     """Takes the queue pairs, the queue and the mailbox over. sources: this engine's regions."""
 
     def __init__(
         self,
         device: Device,
-        queue: CompletionQueue,
+        queue: RunQueue,
         pairs: Sequence[QueuePair],
         mailbox: Mailbox,
         mail: Memory,
         sources: Sequence[Memory],
         target: Target,
     ) -> None:
-        self._device = device
+        options = device.options
+        super().__init__(device, queue, sources, target.regions, spins=options.spins)
         self._cq = queue
         self._mailbox = mailbox
         self._mail = mail
-        self._sources = sources
         self._target = target
-        options = device.options
         self._options = options
-        self._spins = options.spins
         self._lanes = [_Lane(pair, SendCredits(options.send_depth, target.receives)) for pair in pairs]
         self._turn = 0
-        self._queue: deque[_Pending] = deque()
-        self._completions: list[Completion] = []
-        self._broken = ""
-        self._fault = ""
-        self._closed = False
-
-    # --- the interface -------------------------------------------------------------------------------------------
-
-    def post(self, write: Write) -> None:
-        if self._broken:
-            self._completions.append(Completion(write.context, 0, self._broken))
-        else:
-            self._queue.append(_Pending(write))
-
-    def poll(self, budget: int) -> list[Completion]:
-        if not self._broken:
-            try:
-                self._collect()
-                self._fill(budget)
-            except (KvmeshError, self._device.api.error) as error:
-                self.fence(str(error))
-        completions, self._completions = self._completions, []
-        return completions
-
-    def flush(self, immediate: int) -> None:
-        kept: deque[_Pending] = deque()
-        for pending in self._queue:
-            if pending.write.immediate != immediate:
-                kept.append(pending)
-                continue
-            # Of one that has begun nothing more is posted; it ends when what was posted has completed.
-            pending.error = "flushed"
-            self._settle(pending, over=True)
-        self._queue = kept
-
-    def fence(self, reason: str) -> None:
-        if not self._broken:
-            self._broken = reason
-            self._tear_down()
-        for lane in self._lanes:
-            for run in lane.runs:
-                for pending in run.parts:
-                    self._end(pending, self._broken)
-            lane.runs.clear()
-        for pending in self._queue:
-            self._end(pending, self._broken)
-        self._queue.clear()
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self.fence("closed")
-        self._cq.close()
-        self._device.release(self._mail)
-        self._mailbox.close()
-
-    @property
-    def busy(self) -> bool:
-        if self._completions:
-            return True
-        if self._broken:
-            return False
-        return bool(self._queue and self._lane() is not None) or (self._spins and self.outstanding > 0)
-
-    @property
-    def broken(self) -> str:
-        return self._broken
 
     @property
     def outstanding(self) -> int:
-        """Work requests posted and not completed."""
         return sum(lane.credits.outstanding for lane in self._lanes)
 
-    def wait_fds(self) -> list[tuple[int, int]]:
-        return [] if self._broken else [(self._cq.fd, select.POLLIN)]
+    def _may_post(self) -> bool:
+        return self._lane() is not None
+
+    def _abandon(self) -> Iterable[Pending]:
+        found = [pending for lane in self._lanes for run in lane.runs for pending in run.parts]
+        for lane in self._lanes:
+            lane.runs.clear()
+        return found
+
+    def _free(self) -> None:
+        self._cq.close()
+        self._device.release(self._mail)
+        self._mailbox.close()
 
     # --- posting -------------------------------------------------------------------------------------------------
 
@@ -210,17 +133,17 @@ class VerbsOutbound(Outbound):
             if pending.write.immediate != immediate:
                 break
             moved = self._take_rows(pending, rows, max_rows, run.nbytes)
-            pending.runs_out += 1
+            pending.parts += 1
             run.parts.append(pending)
             run.nbytes += moved
             if pending.posted:
                 self._queue.popleft()
         return rows, run
 
-    def _take_rows(self, pending: _Pending, rows: list[Row], max_rows: int, nbytes: int) -> int:
+    def _take_rows(self, pending: Pending, rows: list[Row], max_rows: int, nbytes: int) -> int:
         """Checked against both registrations: what is outside of them is never posted. Raises InvalidArgument."""
         write = pending.write
-        source, target = self._sources[write.src_region], self._target.regions[write.dst_region]
+        source, target = self._sources[write.src_region], self._regions[write.dst_region]
         first = pending.next_row
         last = min(len(write.length), first + max_rows - len(rows))
         limit = self._options.run_bytes - nbytes
@@ -234,7 +157,7 @@ class VerbsOutbound(Outbound):
             if moved >= limit:
                 break
             if src < 0 or dst < 0 or length < 1 or src + length > src_end or dst + length > dst_end:
-                raise InvalidArgument(f"a write of {length} bytes from {src} to {dst} is outside of its region")
+                raise refuse_row(src, dst, length)
             rows.append((src_base + src, lkey, dst_base + dst, rkey, length))
             moved += length
             row += 1
@@ -263,7 +186,7 @@ class VerbsOutbound(Outbound):
             lane.credits.completed(done.sequence)
             run = lane.runs.popleft()
             for pending in run.parts:
-                pending.runs_out -= 1
+                pending.parts -= 1
                 pending.error = pending.error or (self._fault if done.status else "")
                 self._settle(pending)
         elif done.status:
@@ -275,18 +198,8 @@ class VerbsOutbound(Outbound):
         else:
             raise DataLoss(f"a completion of kind {done.kind}, which is never asked for")
 
-    def _settle(self, pending: _Pending, *, over: bool = False) -> None:
-        """End a write of which nothing is in flight and nothing more will be posted."""
-        if not pending.runs_out and (over or pending.posted or pending.error):
-            self._end(pending, pending.error)
-
-    def _end(self, pending: _Pending, error: str) -> None:
-        if not pending.ended:
-            pending.ended = True
-            self._completions.append(Completion(pending.write.context, 0 if error else pending.write.nbytes, error))
-
     def _tear_down(self) -> None:
-        """Queue pairs to ERR, what they held drained, then destroyed: after that the device reads no page of ours."""
+        """Queue pairs to ERR, what they held drained, then destroyed."""
         for lane in self._lanes:
             lane.pair.fail()
         until = time.monotonic() + self._options.drain_timeout_s

@@ -12,7 +12,7 @@ import select
 import threading
 import time
 
-from kvmesh.transfer.transports.verbs.inbound import VerbsInbound
+from kvmesh.transfer.transports.verbs.receiver import RdmaInbound
 
 log = logging.getLogger(__name__)
 SPIN_S = 0.002
@@ -24,7 +24,7 @@ class InboundPoller:
     """Life: `start`, links are added and fall out when they end, `stop`."""
 
     def __init__(self) -> None:
-        self._inbounds: list[VerbsInbound] = []
+        self._inbounds: list[RdmaInbound] = []
         self._lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
@@ -34,7 +34,7 @@ class InboundPoller:
         """Start the thread."""
         self._thread.start()
 
-    def add(self, inbound: VerbsInbound) -> None:
+    def add(self, inbound: RdmaInbound) -> None:
         """Serve a link until it ends. Any thread."""
         with self._lock:
             self._inbounds = [*self._inbounds, inbound]

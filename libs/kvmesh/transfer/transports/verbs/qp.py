@@ -1,14 +1,14 @@
-"""Queue pairs and their completion queue. One link has several of the former and one of the latter, at each end."""
+"""Queue pairs. One link has several, with one completion queue, at each end."""
 
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from kvmesh.errors import Unavailable
+from kvmesh.transfer.transports.verbs.cq import CompletionQueue
 from kvmesh.transfer.transports.verbs.device import LINK_ETHERNET, Device, Memory, gid_text
 
 # What a work request is, in the low bits of its number.
@@ -55,57 +55,12 @@ Row = tuple[int, int, int, int, int]
 """One plain write: source address, lkey, destination address, rkey, bytes. A plain tuple: there is one per page."""
 
 
-class CompletionQueue:
-    """A completion queue with its channel. It holds everything that its queue pairs may ever have outstanding."""
-
-    def __init__(self, device: Device, entries: int) -> None:
-        self._api = device.api
-        self._closed = False
-        try:
-            self._channel, self.fd = self._api.make_channel(device.context)
-        except self._api.error as error:
-            raise Unavailable(f"no completion channel: {error}") from None
-        try:
-            self._cq = self._api.CQ(device.context, entries, None, self._channel, 0)
-        except self._api.error as error:
-            self._channel.close()
-            raise Unavailable(f"no completion queue of {entries} entries: {error}") from None
-        self._ready = select.poll()
-        self._ready.register(self.fd, select.POLLIN)
-        self._cq.req_notify()
-
-    @property
-    def raw(self) -> Any:
-        """For making queue pairs."""
-        return self._cq
+class RunQueue(CompletionQueue):
+    """Completions of runs, receives and words."""
 
     def poll(self, limit: int = 64) -> list[Done]:
-        """Up to `limit` completions; never blocks. `fd` becomes readable when more come after an empty answer."""
-        count, found = self._cq.poll(limit)
-        if not count and self._rearm():
-            # What came before the arming makes no event.
-            count, found = self._cq.poll(limit)
-        return [_done(wc) for wc in found]
-
-    def wait(self, seconds: float) -> None:
-        """Sleep until there may be completions; only where `poll` has just returned none."""
-        self._ready.poll(max(0, int(seconds * 1000)))
-
-    def close(self) -> None:
-        """After its queue pairs. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._cq.close()
-            self._channel.close()
-
-    def _rearm(self) -> bool:
-        if not self._ready.poll(0):
-            return False
-        # It holds the GIL, but there is an event.
-        self._channel.get_cq_event(self._cq)
-        self._cq.ack_events(1)
-        self._cq.req_notify()
-        return True
+        """Up to `limit`; see `take`."""
+        return [_done(wc) for wc in self.take(limit)]
 
 
 def _done(wc: Any) -> Done:
@@ -126,7 +81,7 @@ class QueuePair:
     def __init__(
         self,
         device: Device,
-        queue: CompletionQueue,
+        queue: RunQueue,
         *,
         place: int,
         psn: int,
@@ -242,8 +197,9 @@ class QueuePair:
     def close(self) -> None:
         """Destroy it: when this returns the device touches no memory for it any more. Idempotent."""
         if self.open:
-            self.open = False
+            # Where the driver refuses, it is not closed.
             self._qp.close()
+            self.open = False
             self._free()
 
     def _closing(self, number: int, rkey: int, target: int, imm: int) -> None:
