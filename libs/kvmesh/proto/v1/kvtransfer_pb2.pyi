@@ -1622,6 +1622,7 @@ class PeerHelloReply(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     VERBS_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
+    EFA_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.int
@@ -1649,6 +1650,10 @@ class PeerHelloReply(_message.Message):
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportCandidate]:
         """All that were judged, best first."""
 
+    @_builtins.property
+    def efa(self) -> Global___EfaEndpoint:
+        """efa: the destination's queue pair for this writer, and what may be written to."""
+
     def __init__(
         self,
         *,
@@ -1668,14 +1673,61 @@ class PeerHelloReply(_message.Message):
         lease_s: _builtins.float = ...,
         verbs: Global___VerbsEndpoint | None = ...,
         candidates: _abc.Iterable[Global___TransportCandidate] | None = ...,
+        efa: Global___EfaEndpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "verbs", b"verbs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["efa", b"efa", "layout", b"layout", "verbs", b"verbs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "endpoint", b"endpoint", "engine_id", b"engine_id", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "layout", b"layout", "lease_s", b"lease_s", "link_id", b"link_id", "protocol", b"protocol", "reason", b"reason", "regions", b"regions", "sidecar_id", b"sidecar_id", "sidecar_incarnation", b"sidecar_incarnation", "token", b"token", "transport", b"transport", "verbs", b"verbs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "efa", b"efa", "endpoint", b"endpoint", "engine_id", b"engine_id", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "layout", b"layout", "lease_s", b"lease_s", "link_id", b"link_id", "protocol", b"protocol", "reason", b"reason", "regions", b"regions", "sidecar_id", b"sidecar_id", "sidecar_incarnation", b"sidecar_incarnation", "token", b"token", "transport", b"transport", "verbs", b"verbs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PeerHelloReply: _TypeAlias = PeerHelloReply  # noqa: Y015
+
+@_typing.final
+class EfaEndpoint(_message.Message):
+    """One end of a link of the efa transport: one SRD queue pair, already able to receive. Nothing is ordered."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GID_FIELD_NUMBER: _builtins.int
+    QP_NUMBER_FIELD_NUMBER: _builtins.int
+    QKEY_FIELD_NUMBER: _builtins.int
+    RECEIVES_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
+    WORDS_FIELD_NUMBER: _builtins.int
+    gid: _builtins.bytes
+    """16 bytes. Each end makes an address handle of the other's."""
+    qp_number: _builtins.int
+    """16 bits."""
+    qkey: _builtins.int
+    """Random for each queue pair; 31 bits."""
+    receives: _builtins.int
+    """Destination only: receives posted, that is, writes that may be in flight."""
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemoteMemory]:
+        """Destination only: where the writer may write, in the order of PeerHelloReply.regions."""
+
+    @_builtins.property
+    def words(self) -> Global___RemoteMemory:
+        """Writer only: 8 bytes that the destination's credit words are written to."""
+
+    def __init__(
+        self,
+        *,
+        gid: _builtins.bytes = ...,
+        qp_number: _builtins.int = ...,
+        qkey: _builtins.int = ...,
+        receives: _builtins.int = ...,
+        regions: _abc.Iterable[Global___RemoteMemory] | None = ...,
+        words: Global___RemoteMemory | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["words", b"words"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gid", b"gid", "qkey", b"qkey", "qp_number", b"qp_number", "receives", b"receives", "regions", b"regions", "words", b"words"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EfaEndpoint: _TypeAlias = EfaEndpoint  # noqa: Y015
 
 @_typing.final
 class VerbsEndpoint(_message.Message):
@@ -1784,6 +1836,7 @@ class DataHello(_message.Message):
     LINK_ID_FIELD_NUMBER: _builtins.int
     SIDECAR_ID_FIELD_NUMBER: _builtins.int
     VERBS_FIELD_NUMBER: _builtins.int
+    EFA_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     token: _builtins.bytes
     link_id: _builtins.int
@@ -1791,6 +1844,10 @@ class DataHello(_message.Message):
     @_builtins.property
     def verbs(self) -> Global___VerbsEndpoint:
         """verbs: the writer's queue pairs. The message comes over the control stream then."""
+
+    @_builtins.property
+    def efa(self) -> Global___EfaEndpoint:
+        """efa: the writer's queue pair, in the same way."""
 
     def __init__(
         self,
@@ -1800,10 +1857,11 @@ class DataHello(_message.Message):
         link_id: _builtins.int = ...,
         sidecar_id: _builtins.str = ...,
         verbs: Global___VerbsEndpoint | None = ...,
+        efa: Global___EfaEndpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["verbs", b"verbs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["efa", b"efa", "verbs", b"verbs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_id", b"link_id", "protocol", b"protocol", "sidecar_id", b"sidecar_id", "token", b"token", "verbs", b"verbs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["efa", b"efa", "link_id", b"link_id", "protocol", b"protocol", "sidecar_id", b"sidecar_id", "token", b"token", "verbs", b"verbs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
