@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,6 +11,7 @@ from kvmesh.engine.failures import SequencesFailed
 from kvmesh.engine.runner import (
     ModelInfo,
     SampleInput,
+    Slice,
     SliceResult,
     StepBatch,
     StepResult,
@@ -38,13 +39,14 @@ class StepLogits:
     """What `forward_logits` computed.
 
     logits: fp32 (rows, vocab), one row per slice that samples; `rows[i]` is the row of the batch's slice i, or None.
-    hidden and plan: final hidden states (tokens, hidden) in the plan's order.
+    hidden and plan: final hidden states (tokens, hidden) in the plan's order. prompt: by slice, where asked.
     """
 
     logits: torch.Tensor
     rows: list[int | None]
     hidden: torch.Tensor
     plan: StepPlan
+    prompt: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
 
     def hidden_of(self, index: int) -> torch.Tensor:
         """Hidden states (num_tokens, hidden) of the batch's slice `index`."""
@@ -125,21 +127,29 @@ class TorchRunner:
         self.model.bind(self._kv)
         self._doorbell = doorbell
 
-    @torch.inference_mode()
-    def forward_logits(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> StepLogits:
-        """Copies, forward pass, doorbell rings and logits, without sampling. `execute` is this plus the sampler."""
-        kv, doorbell = self._kv, self._doorbell
-        if kv is None or doorbell is None:
+    def prepare(self, batch: StepBatch) -> StepPlan:
+        """Check a batch and plan it; nothing is computed and no other rank needed. Internal and InvalidArgument for a
+        batch that cannot run."""
+        kv = self._kv
+        if kv is None:
             raise Internal("execute before bind")
         if not batch.slices:
             raise Internal("a step without slices")
+        if any(not 0 <= page < kv.num_pages for pair in batch.copies for page in pair):
+            raise Internal(f"a copy names a page outside 0..{kv.num_pages - 1}")
+        slices = [(s.token_ids, s.start, s.block_table) for s in batch.slices]
+        return plan_step(slices, kv, self.info.vocab_size, self.model.backend == "torch")
+
+    @torch.inference_mode()
+    def compute(
+        self, batch: StepBatch, plan: StepPlan, on_layer: Callable[[int], None] | None = None, score: bool = True
+    ) -> StepLogits:
+        """All of a step but sampling: copies, forward pass, doorbell rings, logits, prompt logprobs. With several ranks
+        each must call it with the same batch; `score` False on those whose logprobs nobody reads."""
+        kv, doorbell = self._kv, self._doorbell
+        if kv is None or doorbell is None:
+            raise Internal("execute before bind")
         kv.copy_pages(batch.copies)
-        plan = plan_step(
-            [(s.token_ids, s.start, s.block_table) for s in batch.slices],
-            kv,
-            self.info.vocab_size,
-            self.model.backend == "torch",
-        )
 
         def kv_ready(layer: int) -> None:
             doorbell.ring()
@@ -153,12 +163,19 @@ class TorchRunner:
         for row, place in enumerate(sampled):
             rows[plan.order[place]] = row
         picked = hidden[[last[place] - 1 for place in sampled]]
-        return StepLogits(self.model.logits(picked), rows, hidden, plan)
+        step = StepLogits(self.model.logits(picked), rows, hidden, plan)
+        for i, slice_ in enumerate(batch.slices):
+            if slice_.prompt_logprobs is not None:
+                step.prompt[i] = self._prompt_logprobs(slice_, step.hidden_of(i), score)
+        return step
+
+    def forward_logits(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> StepLogits:
+        """`prepare` and `compute`."""
+        return self.compute(batch, self.prepare(batch), on_layer)
 
     @torch.inference_mode()
-    def execute(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> StepResult:
-        """See `Runner.execute`. Raises SequencesFailed for sequences whose logits are not finite, them alone."""
-        step = self.forward_logits(batch, on_layer)
+    def sample(self, batch: StepBatch, step: StepLogits) -> StepResult:
+        """Tokens from a computed step. Raises SequencesFailed for sequences whose logits are not finite, them alone."""
         flat: list[SampleInput] = []
         rows: list[int] = []
         for slice_, row in zip(batch.slices, step.rows, strict=True):
@@ -170,8 +187,7 @@ class TorchRunner:
         at = 0
         for i, slice_ in enumerate(batch.slices):
             end = at + len(slice_.samples)
-            prompt = self._prompt_logprobs(batch, i, step) if slice_.prompt_logprobs is not None else ()
-            results.append(SliceResult(slice_.seq_id, tokens[at:end], scores[at:end], prompt))
+            results.append(SliceResult(slice_.seq_id, tokens[at:end], scores[at:end], step.prompt.get(i, ())))
             at = end
         failed = [result.seq_id for result in results if NO_TOKEN in result.token_ids]
         if failed:
@@ -179,19 +195,23 @@ class TorchRunner:
             raise SequencesFailed("the model's logits are not finite", failed, kept)
         return StepResult(results)
 
-    def _prompt_logprobs(self, batch: StepBatch, index: int, step: StepLogits) -> Sequence[TokenLogprobs]:
-        slice_ = batch.slices[index]
+    def execute(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> StepResult:
+        """See `Runner.execute` and `sample`."""
+        return self.sample(batch, self.forward_logits(batch, on_layer))
+
+    def _prompt_logprobs(self, slice_: Slice, hidden: torch.Tensor, score: bool) -> Sequence[TokenLogprobs]:
         targets = [int(t) for t in slice_.token_ids[1:]]
         if slice_.next_token is not None:
             targets.append(slice_.next_token)
-        hidden = step.hidden_of(index)
         scores: list[TokenLogprobs] = []
         for at in range(0, len(targets), _LOGPROB_ROWS):
             part = targets[at : at + _LOGPROB_ROWS]
-            logits = self.model.logits(hidden[at : at + len(part)]).numpy()
-            scores.extend(
-                token_logprobs(row, token, slice_.prompt_logprobs or 0) for row, token in zip(logits, part, strict=True)
-            )
+            logits = self.model.logits(hidden[at : at + len(part)])
+            if score:
+                scores.extend(
+                    token_logprobs(row, token, slice_.prompt_logprobs or 0)
+                    for row, token in zip(logits.numpy(), part, strict=True)
+                )
         return scores
 
     def close(self) -> None:
