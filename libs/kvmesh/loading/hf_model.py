@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast, get_args
 
 from kvmesh.errors import DataLoss, InvalidArgument, NotFound
 from kvmesh.loading.checkpoint import RawTensor
-from kvmesh.loading.config import ModelConfig, ModelDescription, RopeConfig
+from kvmesh.loading.config import ModelConfig, ModelDescription, RopeConfig, RopeKind, yarn_mscale
 from kvmesh.loading.fingerprint import fingerprint_files
+from kvmesh.loading.hf_deepseek import DEEPSEEK, mla_of, moe_of, refuse_unknown
 from kvmesh.loading.safetensors import SafetensorsFile
 
 MAX_JSON_BYTES = 64 << 20
 INDEX = "model.safetensors.index.json"
-_SUPPORTED = frozenset({"llama", "mistral", "qwen2"})
+_SUPPORTED = frozenset({"llama", "mistral", "qwen2"}) | DEEPSEEK
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -40,19 +41,36 @@ def _rope(raw: dict[str, Any], where: Path) -> RopeConfig:
     params.update(raw.get("rope_scaling") or {})
     params.update(raw.get("rope_parameters") or {})
     kind = params.get("rope_type") or params.get("type") or "default"
-    if kind not in ("default", "linear", "llama3"):
+    if kind not in get_args(RopeKind):
         raise InvalidArgument(f"{where}: rope type {kind!r} is not supported")
+    if not params.get("truncate", True) or params.get("partial_rotary_factor", 1.0) != 1.0:
+        raise InvalidArgument(f"{where}: rope with truncate false or a partial_rotary_factor is not supported")
     theta = params.get("rope_theta")
+    factor = float(params.get("factor", 1.0))
     return RopeConfig(
         theta=float(theta if theta is not None else 10000.0),
-        kind=cast(Literal["default", "linear", "llama3"], kind),
-        factor=float(params.get("factor", 1.0)),
+        kind=cast(RopeKind, kind),
+        factor=factor,
         low_freq_factor=float(params.get("low_freq_factor", 1.0)),
         high_freq_factor=float(params.get("high_freq_factor", 4.0)),
         original_max_len=int(
             params.get("original_max_position_embeddings") or raw.get("max_position_embeddings") or 8192
         ),
+        beta_fast=float(params.get("beta_fast") or 32.0),
+        beta_slow=float(params.get("beta_slow") or 1.0),
+        attention_factor=_attention_factor(params, factor) if kind == "yarn" else 1.0,
+        mscale_all_dim=float(params.get("mscale_all_dim") or 0.0) if kind == "yarn" else 0.0,
     )
+
+
+def _attention_factor(params: dict[str, Any], factor: float) -> float:
+    """What yarn multiplies cos and sin by. With both mscales only their quotient: the rest is in the scores' scale."""
+    given, mscale, all_dim = (params.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        return float(given)
+    if mscale and all_dim:
+        return yarn_mscale(factor, float(mscale)) / yarn_mscale(factor, float(all_dim))
+    return yarn_mscale(factor)
 
 
 def _eos(directory: Path, raw: dict[str, Any]) -> frozenset[int]:
@@ -75,9 +93,15 @@ def config_of(directory: Path) -> ModelConfig:
         raise InvalidArgument(f"{where}: activation {raw['hidden_act']!r} is not supported")
     if raw.get("sliding_window") and raw.get("use_sliding_window", kind == "mistral"):
         raise InvalidArgument(f"{where}: sliding window attention is not supported")
+    if raw.get("quantization_config"):
+        raise InvalidArgument(f"{where}: quantization_config is not supported, weights must be bf16, fp16 or fp32")
+    if kind in DEEPSEEK:
+        refuse_unknown(raw, where)
     try:
         hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
         bias = bool(raw.get("attention_bias", False))
+        mla = mla_of(raw) if kind in DEEPSEEK else None
+        head_dim = int(raw.get("head_dim") or hidden // max(heads, 1))
         return ModelConfig(
             architecture=kind,
             vocab_size=int(raw["vocab_size"]),
@@ -85,8 +109,8 @@ def config_of(directory: Path) -> ModelConfig:
             intermediate_size=int(raw["intermediate_size"]),
             num_layers=int(raw["num_hidden_layers"]),
             num_heads=heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or hidden // max(heads, 1)),
+            num_kv_heads=1 if mla else int(raw.get("num_key_value_heads") or heads),
+            head_dim=mla.qk_head_dim if mla else head_dim,
             max_model_len=int(raw.get("max_position_embeddings", 2048)),
             rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope=_rope(raw, where),
@@ -96,6 +120,8 @@ def config_of(directory: Path) -> ModelConfig:
             mlp_bias=bool(raw.get("mlp_bias", False)),
             eos_token_ids=_eos(directory, raw),
             bos_token_id=raw.get("bos_token_id"),
+            mla=mla,
+            moe=moe_of(raw) if mla else None,
         ).validate(str(where))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataLoss(f"{where}: {type(error).__name__} on {error} (corrupt)") from None

@@ -52,13 +52,21 @@ class WeightReader:
             self._progress(self._done, self._total)
 
     def read(
-        self, name: str, shape: Sequence[int], *, rows: slice = ALL, cols: slice = ALL, pad_rows: int = 0
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        rows: slice = ALL,
+        cols: slice = ALL,
+        pad_rows: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """One tensor that is stored as exactly `shape`, or its `rows` and `cols` (a rank's part of it).
 
-        pad_rows: the result has so many rows, the last ones zero, where `rows` are fewer.
+        pad_rows: the result has so many rows, the last ones zero, where `rows` are fewer. dtype: another than the
+        reader's.
         """
-        return self.fused([name], [shape[0]], *shape[1:], parts=[rows], cols=cols, pad_rows=pad_rows)
+        return self.fused([name], [shape[0]], *shape[1:], parts=[rows], cols=cols, pad_rows=pad_rows, dtype=dtype)
 
     def fused(
         self,
@@ -68,10 +76,11 @@ class WeightReader:
         parts: Sequence[slice] | None = None,
         cols: slice = ALL,
         pad_rows: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Several tensors (rows[i], *rest) stacked along dim 0, filled in place: no second copy of the weights.
 
-        parts: of each only these rows. cols: of all only these columns. pad_rows: see `read`.
+        parts: of each only these rows. cols: of all only these columns. pad_rows, dtype: see `read`.
         """
         chosen = [ALL] * len(names) if parts is None else list(parts)
         for name, count in zip(names, rows, strict=True):
@@ -79,7 +88,7 @@ class WeightReader:
         counts = [_length(wanted, count) for wanted, count in zip(chosen, rows, strict=True)]
         width = (_length(cols, rest[0]), *rest[1:]) if rest else ()
         total = sum(counts)
-        out = torch.empty((max(total, pad_rows), *width), dtype=self.dtype)
+        out = torch.empty((max(total, pad_rows), *width), dtype=dtype or self.dtype)
         out[total:] = 0
         at = 0
         for name, wanted, count in zip(names, chosen, counts, strict=True):

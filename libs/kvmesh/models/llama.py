@@ -174,7 +174,6 @@ class TorchLlama:
 
     def __init__(self, weights: LlamaWeights) -> None:
         self.config = weights.config
-        self.kv_group = full_group(weights.config)
         self.rotary = weights.rotary
         tp = self.tp = weights.tp
         self.heads, self.kv_heads = weights.heads, weights.kv_heads
@@ -191,6 +190,8 @@ class TorchLlama:
             )
             for b in weights.blocks()
         ]
+        # After the layers were found: a corrupt count of them would take all memory here.
+        self.kv_group = full_group(weights.config)
 
     def bind(self, kv: PagedKv) -> None:
         """Nothing to prepare."""

@@ -21,7 +21,7 @@ from kvmesh.models.llama import BlockWeights, LlamaWeights, full_group
 
 def supports(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Whether the kernels cover a model; other models run on torch."""
-    return dtype == torch.bfloat16 and config.head_dim in structs.HEAD_DIMS
+    return dtype == torch.bfloat16 and config.mla is None and config.head_dim in structs.HEAD_DIMS
 
 
 class _Layer:
@@ -58,10 +58,10 @@ class NativeLlama:
     def __init__(self, weights: LlamaWeights) -> None:
         self._library = load_library()
         c = self.config = weights.config
-        self.kv_group = full_group(c)
         self.rotary, self.embed = weights.rotary, weights.embed
         self.norm = weights.norm.float()
         self.layers = [_Layer(block) for block in weights.blocks()]
+        self.kv_group = full_group(c)  # after the layers were found, as in TorchLlama
         self.head = PackedLinear(weights.head, None)
         self._model = structs.Model(c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, 0, c.rms_eps)
         self._buffers: _Buffers | None = None

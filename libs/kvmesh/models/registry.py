@@ -9,6 +9,7 @@ from kvmesh.layers.native.build import NativeUnavailable, load_library
 from kvmesh.layers.parallel import SINGLE, TensorParallel
 from kvmesh.loading.config import ModelConfig
 from kvmesh.loading.weights import WeightReader
+from kvmesh.models.deepseek import TorchDeepseek
 from kvmesh.models.llama import LlamaWeights, Model, TorchLlama
 from kvmesh.models.llama_native import NativeLlama, supports
 
@@ -33,6 +34,9 @@ def build_model(config: ModelConfig, reader: WeightReader, backend: str = "auto"
             reason = str(error)
     if backend == "native" and reason:
         raise InvalidArgument(f"no native backend: {reason}")
+    if config.mla is not None:
+        _log.info("torch backend: %s", reason or "asked for")
+        return TorchDeepseek(config, reader, tp)
     weights = LlamaWeights(config, reader, tp)
     if backend == "torch" or reason:
         _log.info("torch backend: %s", reason or "asked for")

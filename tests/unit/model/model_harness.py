@@ -31,9 +31,10 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.layout = self.runner.layout(self.page_size, self.num_pages)
-        self.region = bytearray(b"\x7f" * self.layout.region_bytes("full"))  # garbage: huge values where unwritten
+        self.group = self.layout.groups[0].name
+        self.region = bytearray(b"\x7f" * self.layout.region_bytes(self.group))  # garbage: huge values where unwritten
         self.doorbell = Doorbell(bytearray(DOORBELL_BYTES))
-        self.runner.bind(self.layout, {"full": memoryview(self.region)}, self.doorbell)
+        self.runner.bind(self.layout, {self.group: memoryview(self.region)}, self.doorbell)
         self.free = np.random.default_rng(5).permutation(self.num_pages).tolist()
 
     def table(self, tokens: int) -> np.ndarray:
