@@ -79,6 +79,7 @@ async def build(context: ServiceContext[KvTransferSettings]) -> KvTransferServic
         tcp_host=settings.tcp_listen_host,
         tcp_advertise=_advertised_host(settings),
         fake_faults=settings.fake_faults,
+        pin_threads=settings.pin_threads,
         verbs=VerbsOptions(
             device=settings.verbs_device,
             gid_index=settings.verbs_gid_index,

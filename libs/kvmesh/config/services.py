@@ -263,6 +263,10 @@ class KvTransferSettings(ServiceSettings):
         default=1024, ge=1, le=4096, description="Transfers open at a time (12 bits of the immediate)."
     )
     fake_faults: Path | None = Field(default=None, description="File of programmed faults of the fake transport.")
+    pin_threads: bool = Field(
+        default=True,
+        description="Keep moving and polling threads on the NUMA node of the NICs (never on a machine of < 8 CPUs).",
+    )
     verbs_device: str = Field(
         default="", max_length=64, description="RDMA device of the verbs transport (default: the first)."
     )

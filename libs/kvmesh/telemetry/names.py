@@ -113,6 +113,13 @@ TRANSFER_TIME = _histogram(
 )
 TRANSFER_STALE = _counter("transfer_stale_total", "Writes and messages of old generations, dropped.", "transport")
 TRANSFER_PEERS = _gauge("transfer_peers", "Connected peers.", "transport")
+TRANSFER_LINKS = _gauge(
+    "transfer_links",
+    "Links by transport; reason_code: why the first transport of the destination's list was passed over, or `first`.",
+    "transport",
+    "direction",
+    "reason_code",
+)
 PEER_FENCED = _counter("transfer_peers_fenced_total", "Peers fenced, by cause.", "cause")
 HEARTBEATS_MISSED = _counter("heartbeats_missed_total", "Heartbeats that did not come in time.", "peer_kind")
 

@@ -171,6 +171,11 @@ class Mover:
         self._signal()
 
     @property
+    def native_id(self) -> int | None:
+        """Of the thread, for pinning; None before `start`."""
+        return self._thread.native_id
+
+    @property
     def running(self) -> bool:
         """True between `start` and `stop`."""
         return self._thread.is_alive() and not self._stopping

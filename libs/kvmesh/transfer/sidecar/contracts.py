@@ -50,7 +50,9 @@ class Host(Protocol):
     options: SidecarOptions
     incarnation: int
     draining: bool
+    # Those that could be started; all that the settings name, in their order.
     transports: dict[str, Transport]
+    configured: dict[str, Transport]
     mover: Mover
 
     @property

@@ -18,6 +18,7 @@ from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import BackgroundTasks
 from kvmesh.telemetry import metrics, names
 from kvmesh.transfer.descriptor import MAX_ID_CHARS, check_layouts_match, layout_from_proto, layout_to_proto
+from kvmesh.transfer.sidecar.choice import Choice, choose, one_line
 from kvmesh.transfer.sidecar.contracts import Host, Session
 from kvmesh.transfer.sidecar.stream import LeaseExpired, Outbox, first_of, next_message, short
 from kvmesh.transfer.transports.base import Expected, Inbound, Transport
@@ -36,8 +37,7 @@ class InLink:
     link_id: int
     session: Session
     hello: pb.PeerHello
-    transport: Transport
-    reason: str
+    choice: Choice
     outbox: Outbox[pb.PeerResponse]
     state: str = "up"
     inbound: Inbound | None = None
@@ -46,6 +46,14 @@ class InLink:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fenced: asyncio.Event = field(default_factory=asyncio.Event)
     end_reason: str = ""
+
+    @property
+    def transport(self) -> Transport:
+        return self.choice.transport
+
+    @property
+    def reason(self) -> str:
+        return self.choice.reason
 
     @property
     def peer(self) -> str:
@@ -92,6 +100,7 @@ class IncomingLinks:
             link_id=link.link_id,
             heartbeat_s=options.heartbeat_s,
             lease_s=options.lease_s,
+            candidates=link.choice.candidates,
         )
         endpoint = link.transport.expect(
             Expected(
@@ -100,6 +109,7 @@ class IncomingLinks:
                 on_joined=lambda inbound, pidfd: self._joined(link, inbound, pidfd),
                 on_ready=lambda: self._arrived(link),
                 on_end=lambda reason: link.end(reason),
+                offer=next((offer for offer in first.hello.offers if offer.name == link.transport.name), None),
             )
         )
         reply.endpoint, reply.token = endpoint.address, endpoint.token
@@ -107,7 +117,14 @@ class IncomingLinks:
             reply.verbs.CopyFrom(endpoint.verbs)
         self.links[link.link_id] = link
         metrics.gauge(names.TRANSFER_PEERS).labels(link.transport.name).inc()
-        log.info("link %x: %s writes by %s (%s)", link.link_id, link.peer, link.transport.name, link.reason)
+        metrics.gauge(names.TRANSFER_LINKS).labels(link.transport.name, "in", link.choice.code).inc()
+        log.info(
+            "link %x: %s writes by %s: %s",
+            link.link_id,
+            link.peer,
+            link.transport.name,
+            one_line(link.choice.candidates),
+        )
         cause = "the stream was cancelled"
         try:
             link.outbox.put(pb.PeerResponse(hello=reply))
@@ -129,7 +146,7 @@ class IncomingLinks:
     def _check(self, hello: pb.PeerHello) -> Session:
         if hello.protocol != PROTOCOL:
             raise FailedPrecondition(f"peer protocol {hello.protocol} is not spoken here (this is {PROTOCOL})")
-        if len(hello.offers) > MAX_OFFERS or len(hello.failed) > MAX_OFFERS:
+        if max(len(hello.offers), len(hello.failed), len(hello.unusable)) > MAX_OFFERS:
             raise InvalidArgument(f"more than {MAX_OFFERS} transports are offered")
         for name in ("engine_id", "sidecar_id", "destination_engine_id"):
             if not 1 <= len(getattr(hello, name)) <= MAX_ID_CHARS:
@@ -154,29 +171,11 @@ class IncomingLinks:
         if len(self.links) >= MAX_LINKS:
             raise Unavailable(f"{MAX_LINKS} links are open already")
         check_layouts_match(session.memory.layout, layout_from_proto(hello.layout))
-        transport, reason = self._choose(hello)
+        choice = choose(self._sidecar.configured, hello)
         outbox = Outbox(
             write, lambda n: pb.PeerResponse(heartbeat=pb.Heartbeat(sequence=n)), self._sidecar.options.heartbeat_s
         )
-        return InLink(secrets.randbits(63) | 1, session, hello, transport, reason, outbox)
-
-    def _choose(self, hello: pb.PeerHello) -> tuple[Transport, str]:
-        """The first transport, in our order, that both ends can use; the reason tells why the ones before could not."""
-        offers = {offer.name: offer for offer in hello.offers}
-        failed = {offer.name: offer.reason[:200] for offer in hello.failed}
-        refused: list[str] = []
-        for name, transport in self._sidecar.transports.items():
-            usable, why = transport.status
-            if name in failed:
-                usable, why = False, failed[name]
-            elif name not in offers:
-                usable, why = False, "not offered by the writer"
-            elif usable:
-                usable, why = transport.judge(offers[name])
-            if usable:
-                return transport, "; ".join([why, *refused])
-            refused.append(f"{name}: {why}")
-        raise FailedPrecondition("no common transport: " + "; ".join(refused))
+        return InLink(secrets.randbits(63) | 1, session, hello, choice, outbox)
 
     async def _notices(
         self,
@@ -285,6 +284,7 @@ class IncomingLinks:
         link.state = "fencing"
         link.transport.forget(link.link_id)
         metrics.gauge(names.TRANSFER_PEERS).labels(link.transport.name).dec()
+        metrics.gauge(names.TRANSFER_LINKS).labels(link.transport.name, "in", link.choice.code).dec()
         metrics.counter(names.PEER_FENCED).labels("engine" if link.session.ending else "link").inc()
         self._poll(link)
         log.info("link %x: %s ended: %s", link.link_id, link.peer, reason)

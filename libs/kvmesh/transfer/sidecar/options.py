@@ -9,6 +9,7 @@ from pathlib import Path
 from kvmesh.errors import FailedPrecondition
 from kvmesh.rpc import MeshChannel
 from kvmesh.transfer.immediate import MAX_SLOTS
+from kvmesh.transfer.topology import SYSFS
 from kvmesh.transfer.transports.base import Transport
 from kvmesh.transfer.transports.faulty import FakeTransport
 from kvmesh.transfer.transports.shm import ShmTransport
@@ -33,6 +34,8 @@ class SidecarOptions:
     tcp_advertise: str = ""
     fake_faults: Path | None = None
     verbs: VerbsOptions | None = None
+    pin_threads: bool = True
+    sysfs: Path = SYSFS
 
 
 def make_transport(name: str, options: SidecarOptions) -> Transport:

@@ -29,6 +29,7 @@ from kvmesh.telemetry import metrics, names
 from kvmesh.transfer.descriptor import check_layouts_match, layout_from_proto, layout_to_proto
 from kvmesh.transfer.immediate import pack
 from kvmesh.transfer.sends import SendEvent
+from kvmesh.transfer.sidecar.choice import bounded, one_line, reason_code
 from kvmesh.transfer.sidecar.contracts import Host, Session
 from kvmesh.transfer.sidecar.stream import Outbox, next_message, short
 from kvmesh.transfer.transports.base import Outbound
@@ -98,6 +99,7 @@ class OutLink:
         self.state = "connecting"
         self.transport = ""
         self.reason = ""
+        self.candidates: list[pb.TransportCandidate] = []
         self.link_id = 0
         self.bytes = 0
         self.transfers = 0
@@ -175,6 +177,11 @@ class OutLink:
                     layout=layout_to_proto(memory.layout),
                     offers=[t.offer() for t in self.owner.sidecar.transports.values() if t.status[0]],
                     failed=failed,
+                    unusable=[
+                        pb.TransportOffer(name=name, reason=why[:200])
+                        for name, (usable, why) in ((n, t.status) for n, t in self.owner.sidecar.configured.items())
+                        if not usable
+                    ],
                 )
                 reply = await self._hello(call, hello)
                 self._take(reply)
@@ -247,7 +254,8 @@ class OutLink:
         self.regions = list(reply.regions)
         self.link_id = reply.link_id
         self.transport = reply.transport
-        self.reason = reply.reason
+        self.reason = reply.reason[:2000]
+        self.candidates = bounded(reply.candidates)
 
     def notice(self) -> pb.Unmapped:
         return pb.Unmapped(engine_id=self.engine_id, incarnation=self.incarnation, link_id=self.link_id)
@@ -267,8 +275,16 @@ class OutLink:
         ended = asyncio.create_task(self._ended.wait())
         told = False
         self.state = "up"
+        code = reason_code(self.candidates)
         metrics.gauge(names.TRANSFER_PEERS).labels(self.transport).inc()
-        log.info("link %x: writes to %s by %s (%s)", self.link_id, self.engine_id, self.transport, self.reason)
+        metrics.gauge(names.TRANSFER_LINKS).labels(self.transport, "out", code).inc()
+        log.info(
+            "link %x: writes to %s by %s: %s",
+            self.link_id,
+            self.engine_id,
+            self.transport,
+            one_line(self.candidates) or self.reason,
+        )
         self._carried = self.owner.untold(self.engine_id, self.incarnation)
         for notice in self._carried:
             self._outbox.put(pb.PeerRequest(unmapped=notice))
@@ -298,6 +314,7 @@ class OutLink:
             ended.cancel()
             await asyncio.gather(writer, reader, ended, return_exceptions=True)
             metrics.gauge(names.TRANSFER_PEERS).labels(self.transport).dec()
+            metrics.gauge(names.TRANSFER_LINKS).labels(self.transport, "out", code).dec()
             log.info("link %x: to %s ended: %s", self.link_id, self.engine_id, self._end_reason or "by the destination")
             await self._release(self._end_reason or "the destination is gone")
             if not told:

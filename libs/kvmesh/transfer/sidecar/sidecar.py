@@ -17,6 +17,7 @@ from kvmesh.transfer.sidecar.engine import EngineSession
 from kvmesh.transfer.sidecar.incoming import IncomingLinks
 from kvmesh.transfer.sidecar.options import SidecarOptions, make_transport
 from kvmesh.transfer.sidecar.outgoing import OutgoingLinks
+from kvmesh.transfer.sidecar.threads import ThreadPlaces
 from kvmesh.transfer.transports.base import Outbound, Transport
 
 log = logging.getLogger(__name__)
@@ -37,20 +38,21 @@ class Sidecar:
         self.session: EngineSession | None = None
         self.vacant = asyncio.Event()
         self.vacant.set()
-        self._configured: dict[str, Transport] = {name: make_transport(name, options) for name in options.transports}
+        self.configured: dict[str, Transport] = {name: make_transport(name, options) for name in options.transports}
         # Only those that could be started.
         self.transports: dict[str, Transport] = {}
         self.mover = Mover(on_events=self._on_events, on_broken=self._on_broken, on_engine_fault=self._on_engine_fault)
         self.incoming = IncomingLinks(self)
         self.outgoing = OutgoingLinks(self)
         self._server = EngineServer(self)
+        self._places = ThreadPlaces(options.sysfs, enabled=options.pin_threads)
         self._on_engine = on_engine
         # Why the present engine's ring cannot be read any more.
         self.fault = ""
 
     async def start(self) -> None:
         """Start transports and the mover. Raises FailedPrecondition where no transport can be used."""
-        for name, transport in self._configured.items():
+        for name, transport in self.configured.items():
             try:
                 await transport.start()
                 self.transports[name] = transport
@@ -59,6 +61,7 @@ class Sidecar:
         if not self.transports:
             raise FailedPrecondition("no transport can be used")
         self.mover.start()
+        self._places.settle(self.mover, self.transports.values(), None)
 
     async def listen(self) -> None:
         """Let engines in; `control_address` is known by now."""
@@ -71,6 +74,7 @@ class Sidecar:
         self.session = session
         self.fault = ""
         self.vacant.clear()
+        self._places.settle(self.mover, self.transports.values(), session.memory)
         self._on_engine(True)
 
     def engine_ending(self, session: EngineSession) -> None:
@@ -103,9 +107,11 @@ class Sidecar:
     def status(self) -> pb.GetStatusResponse:
         """For GetStatus."""
         response = pb.GetStatusResponse(sidecar_id=self.options.sidecar_id, incarnation=self.incarnation)
-        for name, transport in self._configured.items():
+        for name, transport in self.configured.items():
             usable, why = transport.status
             response.transports.add(name=name, usable=usable, reason=why)
+            response.transports[-1].nics.extend(transport.nics())
+            response.transports[-1].waiting = transport.waiting
         for link in self.incoming.links.values():
             response.links.add(
                 peer_engine_id=link.hello.engine_id,
@@ -116,8 +122,12 @@ class Sidecar:
                 state=link.state,
                 bytes=link.bytes,
                 transfers=link.transfers,
+                candidates=link.choice.candidates,
+                nics=link.inbound.nics() if link.inbound is not None else (),
+                waiting=link.transport.waiting,
             )
         for out in self.outgoing.all:
+            used = self.transports.get(out.transport)
             response.links.add(
                 peer_engine_id=out.engine_id,
                 peer_incarnation=out.incarnation,
@@ -127,7 +137,12 @@ class Sidecar:
                 state=out.state,
                 bytes=out.bytes,
                 transfers=out.transfers,
+                candidates=out.candidates,
+                nics=out.outbound.nics() if out.outbound is not None else (),
+                waiting=used.waiting if used is not None else "",
             )
+        response.threads.extend(self._places.status())
+        response.topology_notes.extend(self._places.notes)
         session = self.session
         if session is not None and not session.ending:
             response.engine_id = session.memory.engine_id
@@ -161,7 +176,7 @@ class Sidecar:
         await self._server.close()
         await self.outgoing.close()
         await self.incoming.close()
-        for transport in self._configured.values():
+        for transport in self.configured.values():
             await transport.close()
         if self.mover.running:
             await self.mover.stop()

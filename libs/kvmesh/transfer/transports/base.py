@@ -143,6 +143,10 @@ class Outbound(ABC):
         """Monotonic time at which `poll` should be called again, None for no such time (fakes delay things)."""
         return None
 
+    def nics(self) -> list[pb.NicStatus]:
+        """The pairs of NICs that it goes through, for status. Any thread."""
+        return []
+
 
 class GrantedPages(NamedTuple):
     """Where writes of a generation may land: page numbers per region index, ascending int64."""
@@ -175,6 +179,10 @@ class Inbound(ABC):
     def unmapped(self) -> None:
         """The peer said over the control API that it has unmapped our memory (no effect where it never does)."""
 
+    def nics(self) -> list[pb.NicStatus]:
+        """The pairs of NICs that it comes through, for status."""
+        return []
+
 
 @dataclass(slots=True, eq=False)
 class Expected:
@@ -182,7 +190,7 @@ class Expected:
 
     on_joined(inbound, pidfd | None) is called before the writer gets access and must have made the fact durable when it
     returns (it is awaited); pidfd is the callee's to close. on_ready: `Inbound.poll` has something. on_end(reason): the
-    data connection is gone. All on the loop.
+    data connection is gone. All on the loop. offer: what the writer said of this transport.
     """
 
     link_id: int
@@ -190,6 +198,7 @@ class Expected:
     on_joined: Callable[[Inbound, int | None], Awaitable[None]]
     on_ready: Callable[[], None]
     on_end: Callable[[str], None]
+    offer: pb.TransportOffer | None = None
 
 
 class Transport(ABC):
@@ -241,6 +250,24 @@ class Transport(ABC):
     async def join(self, hello: pb.DataHello) -> pb.DataHelloReply:
         """Destination: a data hello that came over the control stream."""
         return pb.DataHelloReply(ok=False, reason=f"{self.name} takes its data hello elsewhere")
+
+    def nics(self) -> list[pb.NicStatus]:
+        """This machine's NICs as it sees them, used or not, for status."""
+        return []
+
+    @property
+    def nodes(self) -> frozenset[int]:
+        """NUMA nodes of the NICs (or of what else the threads that serve it should be near to)."""
+        return frozenset()
+
+    @property
+    def waiting(self) -> str:
+        """How it waits for the network and why so, "" where there is no choice. For status."""
+        return ""
+
+    def threads(self) -> list[tuple[str, int | None]]:
+        """Name and native id of its own threads, which may be pinned."""
+        return []
 
     @abstractmethod
     async def close(self) -> None:

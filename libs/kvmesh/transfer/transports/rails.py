@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.errors import InvalidArgument
+from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.transports.base import Arrival, Completion, GrantedPages, Inbound, Outbound, Write
 from kvmesh.transfer.transports.spread import spread
 
@@ -126,6 +127,9 @@ class RailsOutbound(Outbound):
         times = [at for rail in self._rails if (at := rail.outbound.wake_at()) is not None]
         return min(times, default=None)
 
+    def nics(self) -> list[pb.NicStatus]:
+        return [nic for rail in self._rails for nic in rail.outbound.nics()]
+
     def _collect(self, rail: _Rail, budget: int) -> None:
         for completion in rail.outbound.poll(budget):
             whole = rail.parts.pop(completion.context, None)
@@ -169,3 +173,6 @@ class RailsInbound(Inbound):
     def unmapped(self) -> None:
         for inbound in self.inbounds:
             inbound.unmapped()
+
+    def nics(self) -> list[pb.NicStatus]:
+        return [nic for inbound in self.inbounds for nic in inbound.nics()]
