@@ -75,6 +75,7 @@ async def build(context: ServiceContext[KvTransferSettings]) -> KvTransferServic
         transports=tuple(settings.transports),
         heartbeat_s=settings.heartbeat_s,
         lease_s=settings.lease_s,
+        rank_join_s=settings.rank_join_s,
         max_slots=settings.max_slots,
         tcp_host=settings.tcp_listen_host,
         tcp_advertise=_advertised_host(settings),

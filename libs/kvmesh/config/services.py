@@ -256,6 +256,12 @@ class KvTransferSettings(ServiceSettings):
     lease_s: float = Field(
         default=5.0, gt=0, le=600, description="Seconds without a heartbeat after which a peer is fenced."
     )
+    rank_join_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=3600,
+        description="Seconds that the ranks of an engine and its leader wait for one another.",
+    )
     tcp_listen_host: str = Field(
         default="127.0.0.1", min_length=1, description="Host on which the tcp transport listens."
     )

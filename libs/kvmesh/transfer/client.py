@@ -34,6 +34,7 @@ from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.descriptor import groups_to_proto, layout_to_proto
 from kvmesh.transfer.orphans import Writers
+from kvmesh.transfer.tail import TailBuffer, check_tails, region_sizes
 from kvmesh.transfer.wire import MAX_HELLO_BYTES, PROTOCOL, FrameSocket, open_unix
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,11 @@ _SO_PEERPIDFD = 77
 _BY_REASON: dict[str, type[KvmeshError]] = {
     cls.reason: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KvmeshError)
 }
+
+
+def refusal(refused: pb.Refused) -> KvmeshError:
+    """What the sidecar refused, as the error that it is."""
+    return _BY_REASON.get(refused.reason, Unavailable)(refused.message)
 
 
 class SlotResult(NamedTuple):
@@ -87,11 +93,21 @@ class SidecarClient:
     """One connection to the sidecar, which is this engine's life there. Lives on one asyncio loop; `notify_ring` is the
     only method that other threads may call."""
 
-    def __init__(self, *, engine_id: str, incarnation: int, layout: KvLayout, on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        engine_id: str,
+        incarnation: int,
+        layout: KvLayout,
+        tails: Sequence[TailBuffer] = (),
+        on_lost: Callable[[], None],
+    ) -> None:
         """Use `connect`."""
+        check_tails(layout, tails)
         self.engine_id = engine_id
         self.incarnation = incarnation
         self.layout = layout
+        self.tails = tuple(tails)
         self.control_address = ""
         self.sidecar_id = ""
         self.sidecar_incarnation = 0
@@ -126,11 +142,14 @@ class SidecarClient:
         ring: Region,
         timeout_s: float,
         on_lost: Callable[[], None],
+        tails: Sequence[TailBuffer] = (),
         writers: Writers | None = None,
     ) -> SidecarClient:
-        """Register this engine. `regions`: one per layer group (rank 0). `writers` outlasts this sidecar: `SidecarLink`
-        passes it. Raises Unavailable (nobody there), DeadlineExceeded, or what the sidecar refuses."""
-        client = cls(engine_id=engine_id, incarnation=incarnation, layout=layout, on_lost=on_lost)
+        """Register this engine, as the leader of its ranks. `regions`: one per layer group and tail buffer, of rank 0;
+        where layout.tp > 1 the other ranks join by `RankMember`, and this waits for them. `writers` outlasts this
+        sidecar: `SidecarLink` passes it. Raises Unavailable (nobody there), DeadlineExceeded, or what the sidecar
+        refuses."""
+        client = cls(engine_id=engine_id, incarnation=incarnation, layout=layout, tails=tails, on_lost=on_lost)
         if writers is not None:
             client._writers.close()
             client._writers = writers
@@ -149,13 +168,13 @@ class SidecarClient:
     async def _register(
         self, path: str | Path, regions: Mapping[str, Region], doorbell: Region, ring: Region, timeout_s: float
     ) -> None:
-        names = [group.name for group in self.layout.groups]
+        names = list(region_sizes(self.layout, self.tails))
         if set(names) != set(regions):
             raise InvalidArgument(f"regions are given for {sorted(regions)}, the layout has {names}")
         hello = pb.EngineHello(
             engine_id=self.engine_id,
             incarnation=self.incarnation,
-            layout=layout_to_proto(self.layout),
+            layout=layout_to_proto(self.layout, self.tails),
             regions=[pb.RegionInfo(group=name, rank=0, nbytes=regions[name].nbytes) for name in names],
             doorbell_bytes=doorbell.nbytes,
             ring_bytes=ring.nbytes,
@@ -169,20 +188,18 @@ class SidecarClient:
         pidfd = open_pidfd()
         try:
             fds = [pidfd, doorbell.fd, ring.fd, self._eventfd, *(regions[name].fd for name in names)]
-            answer = await self._call(pb.EngineMessage(hello=hello), fds)
+            answer = await self._call(pb.EngineMessage(hello=hello), fds, limit_s=timeout_s)
         finally:
             os.close(pidfd)
         self._sidecar = self._writers.sidecar_joined(_peer_pidfd(sock))
-        if answer.WhichOneof("body") != "hello" or len(answer.hello.region_keys) != len(names):
+        wanted = {(name, rank) for name in names for rank in range(self.layout.tp)}
+        if answer.WhichOneof("body") != "hello" or {(r.group, r.rank) for r in answer.hello.regions} != wanted:
             raise DataLoss("the sidecar answered the hello with something else")
         self.sidecar_id = answer.hello.sidecar_id
         self.sidecar_incarnation = answer.hello.incarnation
         self.control_address = answer.hello.control_address
         self.transports = list(answer.hello.transports)
-        self.region_infos = [
-            pb.RegionInfo(group=name, rank=0, nbytes=regions[name].nbytes, key=key)
-            for name, key in zip(names, answer.hello.region_keys, strict=True)
-        ]
+        self.region_infos = list(answer.hello.regions)
 
     @property
     def connected(self) -> bool:
@@ -368,11 +385,13 @@ class SidecarClient:
         on_answer: Callable[[pb.SidecarMessage], None] | None = None,
         undo: Callable[[pb.SidecarMessage], None] | None = None,
         uses_pages: bool = False,
+        limit_s: float = 0.0,
     ) -> pb.SidecarMessage:
         """One request and its answer. `undo` gets an answer that comes when nobody waits any more. uses_pages: it does
-        not fail while the sidecar may still act on it."""
+        not fail while the sidecar may still act on it. limit_s: instead of CALL_TIMEOUT_S."""
         if self._closed:
             raise Unavailable("the sidecar is lost")
+        limit_s = limit_s or CALL_TIMEOUT_S
         call_id = next(self._call_ids)
         message.call_id = call_id
         future: asyncio.Future[pb.SidecarMessage] = self._loop.create_future()
@@ -391,15 +410,14 @@ class SidecarClient:
         calls[call_id] = future
         try:
             self._send(message, fds)
-            async with asyncio.timeout(None if uses_pages else CALL_TIMEOUT_S):
+            async with asyncio.timeout(None if uses_pages else limit_s):
                 answer = await future
         except TimeoutError:
-            raise DeadlineExceeded(f"no answer from the sidecar within {CALL_TIMEOUT_S:g} s") from None
+            raise DeadlineExceeded(f"no answer from the sidecar within {limit_s:g} s") from None
         finally:
             calls.pop(call_id, None)
         if answer.WhichOneof("body") == "refused":
-            cls = _BY_REASON.get(answer.refused.reason, Unavailable)
-            raise cls(answer.refused.message)
+            raise refusal(answer.refused)
         return answer
 
     def _undo_slot(self, answer: pb.SidecarMessage) -> None:

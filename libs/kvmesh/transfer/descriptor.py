@@ -12,6 +12,7 @@ from kvmesh.kv.layout import MAX_GROUPS, MAX_LAYERS, KvGroup, KvLayout
 from kvmesh.kv.planner import expected_bytes
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.immediate import GENERATIONS, MAX_SLOTS
+from kvmesh.transfer.tail import TailBuffer
 
 DESCRIPTOR_VERSION = 1
 MAX_ID_CHARS = 256
@@ -47,8 +48,8 @@ class Slot(Protocol):
     request_id: str
 
 
-def layout_to_proto(layout: KvLayout) -> pb.Layout:
-    """Layout with its fingerprint."""
+def layout_to_proto(layout: KvLayout, tails: Sequence[TailBuffer] = ()) -> pb.Layout:
+    """Layout with its fingerprint, and the tail buffers beside it."""
     return pb.Layout(
         version=layout.version,
         dtype=layout.dtype,
@@ -62,6 +63,7 @@ def layout_to_proto(layout: KvLayout) -> pb.Layout:
             for group in layout.groups
         ],
         fingerprint=layout.fingerprint(),
+        tails=[pb.TailBuffer(name=tail.name, row_bytes=tail.row_bytes, rows=tail.rows) for tail in tails],
     )
 
 

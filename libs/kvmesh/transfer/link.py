@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvmesh.errors import KvmeshError, Unavailable
@@ -13,6 +13,7 @@ from kvmesh.kv.region import Region
 from kvmesh.rpc import cancel_and_wait
 from kvmesh.transfer.client import SidecarClient
 from kvmesh.transfer.orphans import Writers
+from kvmesh.transfer.tail import TailBuffer
 
 log = logging.getLogger(__name__)
 BACKOFF_S = (0.05, 2.0)
@@ -23,7 +24,8 @@ class SidecarLink:
 
     Slots of a dead sidecar fail at once (`completed` raises TransferFailed); their `drained` resolves when every
     process that could write into this engine's memory has unmapped it (told through the successor) or exited.
-    on_connected(client) and on_lost() are called on the loop.
+    on_connected(client) and on_lost() are called on the loop. join_timeout_s: instead of connect_timeout_s where the
+    layout has several ranks, which the sidecar waits for; longer than it waits, so that it tells who is missing.
     """
 
     def __init__(
@@ -36,7 +38,9 @@ class SidecarLink:
         regions: Mapping[str, Region],
         doorbell: Region,
         ring: Region,
+        tails: Sequence[TailBuffer] = (),
         connect_timeout_s: float = 5.0,
+        join_timeout_s: float = 35.0,
         on_connected: Callable[[SidecarClient], None] | None = None,
         on_lost: Callable[[], None] | None = None,
     ) -> None:
@@ -49,7 +53,8 @@ class SidecarLink:
         self._regions = regions
         self._doorbell = doorbell
         self._ring = ring
-        self._timeout_s = connect_timeout_s
+        self._tails = tuple(tails)
+        self._timeout_s = connect_timeout_s if layout.tp == 1 else max(connect_timeout_s, join_timeout_s)
         self._on_connected = on_connected
         self._on_lost = on_lost
         self._writers = Writers()
@@ -102,6 +107,7 @@ class SidecarLink:
                     regions=self._regions,
                     doorbell=self._doorbell,
                     ring=self._ring,
+                    tails=self._tails,
                     timeout_s=self._timeout_s,
                     on_lost=self._on_client_lost,
                     writers=self._writers,

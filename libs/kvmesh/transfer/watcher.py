@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 
 from kvmesh.errors import DataLoss
 from kvmesh.kv.region import Region
@@ -34,17 +35,19 @@ UNNOTIFIED_S = 0.002
 
 
 class RingWatcher:
-    """One engine's ring, doorbell and eventfd. Lives on the mover's thread; `close` lets go of the memory.
+    """One engine's ring, doorbells and eventfd. Lives on the mover's thread; `close` lets go of the memory.
 
+    doorbells: the leader's, and those of ranks that ring their own: a layer is done at the least of them.
     eventfd: a non-blocking descriptor that the engine writes to after each publish (and may write to at each layer).
     """
 
-    def __init__(self, ring: Region, doorbell: Region, eventfd: int) -> None:
+    def __init__(self, ring: Region, doorbells: Region | Sequence[Region], eventfd: int) -> None:
         self._ring = StepRing(ring.buf)
-        self._doorbell = Doorbell(doorbell.buf)
+        rung = [doorbells] if isinstance(doorbells, Region) else doorbells
+        self._doorbells = [Doorbell(doorbell.buf) for doorbell in rung]
         self.eventfd = eventfd
         self._notified = False
-        self._value = self._doorbell.value
+        self._value = self._rung()
         self._changed = time.monotonic()
         self._waiting = False
         self._layer_s = FIRST_LAYER_S
@@ -63,7 +66,7 @@ class RingWatcher:
         # A record published after this loop may have layers rung already: it is found at the next look, none is lost.
         while (record := self._ring.consume()) is not None:
             table.record(record)
-        value = self._doorbell.value
+        value = self._rung()
         if value < self._value:
             raise DataLoss(f"the doorbell went back from {self._value} to {value}")
         if value != self._value:
@@ -80,6 +83,9 @@ class RingWatcher:
             self._changed = time.monotonic()
         self._waiting = waiting
         return posted
+
+    def _rung(self) -> int:
+        return min(doorbell.value for doorbell in self._doorbells)
 
     def sleep_s(self, table: SendTable) -> float:
         """Seconds until the next look, where no eventfd asks for one before."""
@@ -99,5 +105,6 @@ class RingWatcher:
     def close(self) -> None:
         """Let go of the shared memory."""
         self._ring.close()
-        self._doorbell.close()
+        for doorbell in self._doorbells:
+            doorbell.close()
         os.close(self.eventfd)

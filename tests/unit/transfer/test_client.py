@@ -45,8 +45,7 @@ class Sidecar:
         message = pb.EngineMessage.FromString(body)
         if message.WhichOneof("body") == "hello":
             close_fds(frames.take_fds(4 + len(message.hello.regions)))
-            keys = [1] * len(message.hello.regions)
-            hello = pb.SidecarHello(sidecar_id="s", incarnation=1, control_address="h:1", region_keys=keys)
+            hello = pb.SidecarHello(sidecar_id="s", incarnation=1, control_address="h:1", regions=message.hello.regions)
             frames.send(pb.SidecarMessage(call_id=message.call_id, hello=hello))
         else:
             self.asked.put_nowait(message)

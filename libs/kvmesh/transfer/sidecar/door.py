@@ -1,4 +1,4 @@
-"""The door for engines: a Unix socket that lets one in at a time, whose life is the connection.
+"""The door for engines: a Unix socket that lets one in at a time, whose life is its connections, one per rank.
 
 The next engine is let in only once the last one's session has been torn down: its peers fenced, its memory let go of.
 """
@@ -11,22 +11,23 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
-from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, Unavailable
+from kvmesh.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, KvmeshError, Unavailable
 from kvmesh.kv.fds import close_fds
 from kvmesh.kv.pidfd import check_pidfd
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import BackgroundTasks
-from kvmesh.transfer.descriptor import MAX_ID_CHARS, layout_from_proto
 from kvmesh.transfer.sends import SendTable
 from kvmesh.transfer.sidecar.engine import EngineSession, SessionHost
+from kvmesh.transfer.sidecar.ranks import EngineName, EngineShape, Lobby, Seat, adopt_rank, check_names, check_regions
 from kvmesh.transfer.transports.base import EngineMemory
 from kvmesh.transfer.transports.shm import listen_unix, prefault
 from kvmesh.transfer.watcher import RingWatcher
-from kvmesh.transfer.wire import MAX_HELLO_BYTES, PROTOCOL, FrameSocket
+from kvmesh.transfer.wire import MAX_HELLO_BYTES, FrameSocket
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ HELLO_TIMEOUT_S = 5.0
 FIXED_FDS = 4
 MAX_REGIONS = 64
 MAX_ORPHANS = 4096
+# An end of file that is in this very turn of the loop has been seen by then.
+GRACE_S = 0.05
 
 
 class DoorHost(SessionHost, Protocol):
@@ -52,19 +55,99 @@ class DoorHost(SessionHost, Protocol):
         """Everything of it is let go of: the next may come."""
 
 
+class Visitor:
+    """One connection at the door. hello: its first message, with the descriptors that belong to it. closed: why it is
+    over, never an exception. on_message gets what comes after the hello; without it that is refused."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        self.hello: asyncio.Future[tuple[pb.EngineMessage, list[int]]] = loop.create_future()
+        self.closed: asyncio.Future[str] = loop.create_future()
+        self.on_message: Callable[[bytes], None] | None = None
+        self._pidfd = -1
+        self.frames = FrameSocket(
+            sock,
+            on_frame=self._on_frame,
+            on_closed=self._on_closed,
+            max_frame=MAX_HELLO_BYTES,
+            max_fds=FIXED_FDS + MAX_REGIONS,
+        )
+
+    def watch(self, pidfd: int) -> None:
+        """Its process's exit ends it too: a child that inherited the socket would keep the end of file from us. Takes
+        the pidfd over."""
+        self._pidfd = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self.leave, "its process has exited")
+
+    def leave(self, why: str) -> None:
+        """Close. Idempotent."""
+        self.frames.close()
+        self._over(why)
+
+    def refuse(self, call_id: int, error: KvmeshError) -> None:
+        """Say why not, and close."""
+        refused = pb.Refused(reason=error.reason, message=error.message[:1000])
+        self.frames.send(pb.SidecarMessage(call_id=call_id, refused=refused))
+        self.leave("refused")
+
+    def _on_frame(self, body: bytes) -> None:
+        if self.on_message is not None:
+            self.on_message(body)
+            return
+        if self.hello.done():
+            raise InvalidArgument("more than a hello before its answer")
+        message = pb.EngineMessage.FromString(body)
+        kind = message.WhichOneof("body")
+        if kind == "hello":
+            regions, fixed = len(message.hello.regions), FIXED_FDS
+        elif kind == "rank_hello":
+            regions, fixed = len(message.rank_hello.regions), 1 + bool(message.rank_hello.doorbell_bytes)
+        else:
+            raise InvalidArgument("the first message of an engine is its hello")
+        if regions > MAX_REGIONS:
+            raise InvalidArgument(f"hello: more than {MAX_REGIONS} regions")
+        self.hello.set_result((message, self.frames.take_fds(fixed + regions)))
+
+    def _on_closed(self, error: KvmeshError | None) -> None:
+        if not self.hello.done():
+            self.hello.set_exception(error or Unavailable("closed before its hello"))
+        if self.closed.done():
+            return
+        self._over(error.message if error is not None else "end of file")
+        if self.on_message is not None:
+            # Registered: there is nothing left to be said.
+            self.frames.close()
+
+    def _over(self, why: str) -> None:
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if not self.closed.done():
+            self.closed.set_result(why)
+
+
 class EngineServer:
-    """Accepts engines, one life after the other."""
+    """Accepts engines, one life after the other, each with all of its ranks."""
 
     def __init__(self, sidecar: DoorHost) -> None:
         self._sidecar = sidecar
         self._server: socket.socket | None = None
         self._tasks = BackgroundTasks()
         self._turn = asyncio.Lock()
+        self._lobby = Lobby(self)
 
     async def start(self) -> None:
         """Listen. Raises FailedPrecondition (taken), OSError."""
         self._server = listen_unix(self._sidecar.options.engine_socket)
         asyncio.get_running_loop().add_reader(self._server.fileno(), self._accept)
+
+    def present(self) -> EngineName | None:
+        """The engine that is registered and not ending."""
+        session = self._sidecar.session
+        if session is None or session.ending:
+            return None
+        return EngineName(session.memory.engine_id, session.memory.incarnation)
 
     def _accept(self) -> None:
         assert self._server is not None
@@ -74,82 +157,91 @@ class EngineServer:
 
     async def _serve(self, sock: socket.socket) -> None:
         """One connection, from its hello to the end of its session."""
-        hello: asyncio.Future[tuple[pb.EngineMessage, list[int]]] = asyncio.get_running_loop().create_future()
-        closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        session: EngineSession | None = None
-
-        def on_frame(body: bytes) -> None:
-            if session is not None:
-                session.on_frame(body)
-                return
-            if hello.done():
-                raise InvalidArgument("more than a hello before its answer")
-            message = pb.EngineMessage.FromString(body)
-            if message.WhichOneof("body") != "hello":
-                raise InvalidArgument("the first message of an engine is its hello")
-            if len(message.hello.regions) > MAX_REGIONS:
-                raise InvalidArgument(f"hello: more than {MAX_REGIONS} regions")
-            hello.set_result((message, frames.take_fds(FIXED_FDS + len(message.hello.regions))))
-
-        def on_closed(error: KvmeshError | None) -> None:
-            if not hello.done():
-                hello.set_exception(error or Unavailable("closed before its hello"))
-            if session is not None:
-                frames.close()
-            if not closed.done():
-                closed.set_result(error.message if error is not None else "end of file")
-
-        def on_exit() -> None:
-            frames.close()
-            asyncio.get_running_loop().remove_reader(pidfd)
-            if not closed.done():
-                closed.set_result("its process has exited")
-
-        frames = FrameSocket(
-            sock, on_frame=on_frame, on_closed=on_closed, max_frame=MAX_HELLO_BYTES, max_fds=FIXED_FDS + MAX_REGIONS
-        )
+        visitor = Visitor(sock)
         fds: list[int] = []
         call_id = 0
-        pidfd = -1
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                message, fds = await hello
+                message, fds = await visitor.hello
             call_id = message.call_id
-            async with self._entering():
-                session = await self._register(frames, message, fds)
-            # A child that inherited the engine's socket would keep its end of file from us.
-            pidfd = fds.pop(0)
-            asyncio.get_running_loop().add_reader(pidfd, on_exit)
+            if message.WhichOneof("body") == "rank_hello":
+                await self._rank(visitor, message, fds)
+            else:
+                await self._engine(visitor, message, fds)
         except (KvmeshError, TimeoutError) as error:
-            text = error.message if isinstance(error, KvmeshError) else f"no hello within {HELLO_TIMEOUT_S:g} s"
-            reason = error.reason if isinstance(error, KvmeshError) else "DEADLINE_EXCEEDED"
-            log.warning("an engine was refused: %s", text)
-            frames.send(pb.SidecarMessage(call_id=call_id, refused=pb.Refused(reason=reason, message=text[:1000])))
-            frames.close()
-            return
-        except BaseException:
-            frames.close()
-            raise
+            late = DeadlineExceeded(f"no hello within {HELLO_TIMEOUT_S:g} s")
+            refusal = error if isinstance(error, KvmeshError) else late
+            log.warning("an engine was refused: %s", refusal.message)
+            visitor.refuse(call_id, refusal)
         finally:
+            visitor.leave("the sidecar stops")
             close_fds(fds)
+
+    async def _engine(self, visitor: Visitor, message: pb.EngineMessage, fds: list[int]) -> None:
+        """A leader. Raises KvmeshError where it is not let in."""
+        session: EngineSession | None = None
+        async with self._entering():
+            session, seats = await self._register(visitor, message, fds)
         why = "the sidecar stops"
         try:
-            why = await closed
+            await asyncio.wait({visitor.closed})
+            why = visitor.closed.result()
         finally:
-            asyncio.get_running_loop().remove_reader(pidfd)
-            os.close(pidfd)
             self._sidecar.engine_ending(session)
+            # At once, so that everybody knows; they may be at the door again before all is torn down.
+            visitor.leave(why)
+            for seat in seats:
+                if not seat.closed.done():
+                    seat.leave("the engine's life is over")
             await session.end(why)
             self._sidecar.engine_gone(session)
+
+    async def _rank(self, visitor: Visitor, message: pb.EngineMessage, fds: list[int]) -> None:
+        """A rank that is not the leader. Raises KvmeshError where it is not let in."""
+        if self._sidecar.draining:
+            raise Unavailable("this sidecar is shutting down")
+        seat = adopt_rank(message.rank_hello, fds, visitor.closed, visitor.leave)
+        try:
+            visitor.watch(fds.pop(0))
+            if self.present() is not None:
+                # The last life's end of file may be in this very turn of the loop.
+                await asyncio.sleep(GRACE_S)
+            self._lobby.enter(seat)
+            timeout_s = self._sidecar.options.rank_join_s
+            either: set[asyncio.Future[Any]] = {seat.outcome, visitor.closed}
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if seat.taken and not visitor.closed.done():
+                # It is being registered: that ends by itself.
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if visitor.closed.done():
+                raise Unavailable(f"rank {seat.rank} of {seat.name} has left: {visitor.closed.result()}")
+            if not seat.outcome.done():
+                raise DeadlineExceeded(f"the leader and all ranks of {seat.name} did not come within {timeout_s:g} s")
+            keys = seat.outcome.result()
+        finally:
+            self._lobby.leave(seat)
+            if not seat.taken:
+                seat.let_go()
+        visitor.frames.restrict(max_fds=0)
+        visitor.on_message = _nothing_more
+        welcome = pb.RankWelcome(
+            sidecar_id=self._sidecar.options.sidecar_id, incarnation=self._sidecar.incarnation, region_keys=keys
+        )
+        visitor.frames.send(pb.SidecarMessage(call_id=message.call_id, rank_hello=welcome))
+        await asyncio.wait({visitor.closed})
 
     @contextlib.asynccontextmanager
     async def _entering(self) -> AsyncIterator[None]:
         """One hello at a time, and only into an empty place."""
+        if self._lobby.leader is not None:
+            await asyncio.sleep(GRACE_S)
+            if self._lobby.leader is not None:
+                raise FailedPrecondition(f"{self._lobby.leader} is registering here")
         async with self._turn:
             present = self._sidecar.session
             if present is not None and not present.ending:
                 # The last one's end of file may be in this very turn of the loop.
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(GRACE_S)
                 present = self._sidecar.session
             if present is not None and not present.ending:
                 raise FailedPrecondition(f"engine {present.memory.engine_id!r} is registered here")
@@ -160,76 +252,121 @@ class EngineServer:
                 raise Unavailable("this sidecar is shutting down")
             yield
 
-    async def _register(self, frames: FrameSocket, message: pb.EngineMessage, fds: list[int]) -> EngineSession:
-        """Take the hello in. What is taken out of `fds` is ours; the rest is closed by the caller."""
+    async def _register(
+        self, visitor: Visitor, message: pb.EngineMessage, fds: list[int]
+    ) -> tuple[EngineSession, list[Seat]]:
+        """Take the hello in, and the ranks. What is taken out of `fds` is ours; the rest is closed by the caller."""
         hello = message.hello
-        if hello.protocol != PROTOCOL:
-            raise FailedPrecondition(f"engine protocol {hello.protocol} is not spoken here (this is {PROTOCOL})")
-        if not 1 <= len(hello.engine_id) <= MAX_ID_CHARS or not hello.incarnation:
-            raise InvalidArgument("hello: engine_id and incarnation are required")
+        name = check_names(hello.protocol, hello.engine_id, hello.incarnation)
         if len(hello.orphan_links) > MAX_ORPHANS:
             raise InvalidArgument(f"hello: more than {MAX_ORPHANS} orphans")
-        layout = layout_from_proto(hello.layout)
-        wanted = {(group.name, rank) for group in layout.groups for rank in range(layout.tp)}
-        if {(r.group, r.rank) for r in hello.regions} != wanted or len(hello.regions) != len(wanted):
-            raise InvalidArgument("hello: regions must be one per group and rank")
-        for info in hello.regions:
-            if info.nbytes != layout.region_bytes(info.group):
-                need = layout.region_bytes(info.group)
-                raise InvalidArgument(f"hello: region {info.group!r} has {info.nbytes} bytes, its layout {need}")
+        shape = EngineShape.of(hello.layout)
+        here = {0, *(info.rank for info in hello.regions)}
+        if not here <= set(range(shape.layout.tp)):
+            raise InvalidArgument(f"hello: rank {max(here)} is not one of {shape.layout.tp}")
+        check_regions(hello.regions, shape, here)
         check_pidfd(fds[0])
         opened: list[Region] = []
+        seats: list[Seat] = []
         try:
-            doorbell = Region.adopt(fds.pop(1), hello.doorbell_bytes, "doorbell")
-            opened.append(doorbell)
-            ring = Region.adopt(fds.pop(1), hello.ring_bytes, "ring")
-            opened.append(ring)
-            regions = []
+            for kind, nbytes in (("doorbell", hello.doorbell_bytes), ("ring", hello.ring_bytes)):
+                opened.append(Region.adopt(fds.pop(1), nbytes, kind))
+            doorbell, ring = opened
             for info in hello.regions:
-                regions.append(Region.adopt(fds.pop(2), info.nbytes, info.group))
-                opened.append(regions[-1])
-            os.set_blocking(fds[1], False)
-            watcher = RingWatcher(ring, doorbell, fds[1])
+                opened.append(Region.adopt(fds.pop(2), info.nbytes, info.group))
+            eventfd = fds[1]
+            os.set_blocking(eventfd, False)
+            visitor.watch(fds.pop(0))
+            others = [rank for rank in range(shape.layout.tp) if rank not in here]
+            if others:
+                timeout_s = self._sidecar.options.rank_join_s
+                seats = await self._lobby.gather(name, shape, others, visitor.closed, timeout_s)
+            regions = [*opened[2:], *(region for seat in seats for region in seat.regions)]
+            if any(name in self._sidecar.transports for name in ("shm", "fake")):
+                await asyncio.to_thread(prefault, regions, write=False)
+            doorbells = [doorbell, *(seat.doorbell for seat in seats if seat.doorbell is not None)]
+            watcher = RingWatcher(ring, doorbells, eventfd)
             # Its own from here on.
-            fds.pop(1)
-        except BaseException:
+            fds.remove(eventfd)
+        except BaseException as error:
             for region in opened:
                 region.close()
+            _unseat(seats, error)
             raise
-        # The mappings live on in the watcher's views; nothing else needs these two.
-        doorbell.close()
-        ring.close()
-        infos = [
-            pb.RegionInfo(group=i.group, rank=i.rank, nbytes=i.nbytes, key=secrets.randbits(63) | 1)
-            for i in hello.regions
-        ]
-        memory = EngineMemory(hello.engine_id, hello.incarnation, layout, infos, regions)
-        if any(name in self._sidecar.transports for name in ("shm", "fake")):
-            await asyncio.to_thread(prefault, regions, write=False)
-        sends = SendTable(layout)
-        session = EngineSession(self._sidecar, frames, memory, sends)
-        for transport in self._sidecar.transports.values():
-            transport.register(memory)
-        await self._sidecar.mover.attach(sends, watcher)
-        frames.restrict(max_fds=0)
+        # The mappings live on in the watcher's views; nothing else needs these.
+        for region in (*doorbells, ring):
+            region.close()
+        try:
+            memory = EngineMemory(
+                hello.engine_id,
+                hello.incarnation,
+                shape.layout,
+                [
+                    pb.RegionInfo(group=i.group, rank=i.rank, nbytes=i.nbytes, key=secrets.randbits(63) | 1)
+                    for i in (*hello.regions, *(info for seat in seats for info in seat.infos))
+                ],
+                regions,
+                shape.tails,
+            )
+            session = await self._attach(visitor, memory, watcher)
+        except BaseException as error:
+            for region in opened[2:]:
+                region.close()
+            _unseat(seats, error)
+            raise
+        for seat in seats:
+            # Also where it has gone meanwhile.
+            seat.closed.add_done_callback(partial(_end_of_rank, visitor, seat.rank))
+            if not seat.outcome.done():
+                seat.outcome.set_result([info.key for info in memory.infos if info.rank == seat.rank])
+        visitor.frames.restrict(max_fds=0)
+        visitor.on_message = session.on_frame
         self._sidecar.engine_joined(session)
+        self._welcome(visitor, message, memory)
+        return session, seats
+
+    async def _attach(self, visitor: Visitor, memory: EngineMemory, watcher: RingWatcher) -> EngineSession:
+        """Everything that serves an engine gets to know it. The watcher is closed where that fails."""
+        sends = SendTable(memory.layout)
+        session = EngineSession(self._sidecar, visitor.frames, memory, sends)
+        transports = self._sidecar.transports.values()
+        try:
+            for transport in transports:
+                transport.register(memory)
+        except BaseException:
+            watcher.close()
+            for transport in transports:
+                transport.deregister()
+            raise
+        try:
+            await self._sidecar.mover.attach(sends, watcher)
+        except BaseException:
+            # Behind the attaching, which may be under way still.
+            await self._sidecar.mover.detach()
+            for transport in transports:
+                transport.deregister()
+            raise
+        return session
+
+    def _welcome(self, visitor: Visitor, message: pb.EngineMessage, memory: EngineMemory) -> None:
         options = self._sidecar.options
-        frames.send(
+        visitor.frames.send(
             pb.SidecarMessage(
                 call_id=message.call_id,
                 hello=pb.SidecarHello(
                     sidecar_id=options.sidecar_id,
                     incarnation=self._sidecar.incarnation,
                     control_address=self._sidecar.control_address,
-                    region_keys=[info.key for info in infos],
+                    region_keys=[info.key for info in memory.infos[: len(message.hello.regions)]],
                     heartbeat_s=options.heartbeat_s,
                     lease_s=options.lease_s,
                     transports=[name for name, t in self._sidecar.transports.items() if t.status[0]],
+                    regions=memory.infos,
                 ),
             )
         )
-        log.info("engine %s is registered (%d pages)", hello.engine_id, layout.num_pages)
-        return session
+        layout = memory.layout
+        log.info("engine %s is registered (%d ranks, %d pages)", memory.engine_id, layout.tp, layout.num_pages)
 
     async def close(self) -> None:
         """Stop listening and end the session."""
@@ -239,3 +376,19 @@ class EngineServer:
             self._sidecar.options.engine_socket.unlink(missing_ok=True)
             self._server = None
         await self._tasks.close(timeout_s=6 * self._sidecar.options.lease_s)
+
+
+def _nothing_more(_: bytes) -> None:
+    raise InvalidArgument("a rank says nothing after its hello")
+
+
+def _unseat(seats: Sequence[Seat], error: BaseException) -> None:
+    """Ranks of an engine that was not let in after all."""
+    for seat in seats:
+        seat.let_go()
+        seat.refuse(error if isinstance(error, KvmeshError) else Unavailable("the engine could not be registered"))
+
+
+def _end_of_rank(leader: Visitor, rank: int, closed: asyncio.Future[str]) -> None:
+    if not closed.cancelled():
+        leader.leave(f"rank {rank}: {closed.result()}")

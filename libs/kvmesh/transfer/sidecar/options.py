@@ -19,8 +19,9 @@ from kvmesh.transfer.transports.verbs import VerbsOptions, VerbsTransport
 
 @dataclass(frozen=True, slots=True)
 class SidecarOptions:
-    """Times in seconds. open_channel: a gRPC channel to another sidecar's control address. tcp_advertise: the host that
-    writers connect to, "" = `tcp_host`, or this machine's name where that is any."""
+    """Times in seconds. rank_join_s: how long leader and ranks of an engine wait for one another. open_channel: a
+    gRPC channel to another sidecar's control address. tcp_advertise: the host that writers connect to, "" = `tcp_host`,
+    or this machine's name where that is any."""
 
     sidecar_id: str
     engine_socket: Path
@@ -29,6 +30,7 @@ class SidecarOptions:
     heartbeat_s: float = 1.0
     lease_s: float = 5.0
     connect_timeout_s: float = 5.0
+    rank_join_s: float = 30.0
     max_slots: int = MAX_SLOTS
     tcp_host: str = "127.0.0.1"
     tcp_advertise: str = ""

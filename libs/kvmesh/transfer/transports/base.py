@@ -35,6 +35,7 @@ import numpy.typing as npt
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
+from kvmesh.transfer.tail import TailBuffer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,13 +73,14 @@ class Arrival(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class EngineMemory:
-    """The regions of the engine that is registered, in the order of its hello: one per (group, rank)."""
+    """The regions of the engine that is registered, in no promised order: one per (group or tail buffer, rank)."""
 
     engine_id: str
     incarnation: int
     layout: KvLayout
     infos: Sequence[pb.RegionInfo]
     regions: Sequence[Region]
+    tails: tuple[TailBuffer, ...] = ()
 
     def index(self, group: str, rank: int) -> int:
         """Position of a region; raises KeyError."""
@@ -87,13 +89,23 @@ class EngineMemory:
                 return position
         raise KeyError((group, rank))
 
+    def pages(self, position: int) -> tuple[int, int]:
+        """(bytes of a page, pages of a layer) of the region at that position; a tail's pages are its rows."""
+        name = self.infos[position].group
+        for tail in self.tails:
+            if tail.name == name:
+                return tail.row_bytes, tail.rows
+        return self.layout.page_bytes(name), self.layout.num_pages
+
 
 class Endpoint(NamedTuple):
-    """Where a writer connects for data, and the token that opens it once. verbs: what that transport's writer needs."""
+    """Where a writer connects for data, and the token that opens it once. verbs, efa: what that transport's writer
+    needs."""
 
     address: str
     token: bytes
     verbs: pb.VerbsEndpoint | None = None
+    efa: pb.EfaEndpoint | None = None
 
 
 Ask = Callable[[pb.DataHello], Awaitable[pb.DataHelloReply]]
