@@ -1837,10 +1837,15 @@ class DataHello(_message.Message):
     SIDECAR_ID_FIELD_NUMBER: _builtins.int
     VERBS_FIELD_NUMBER: _builtins.int
     EFA_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
+    STREAMS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     token: _builtins.bytes
     link_id: _builtins.int
     sidecar_id: _builtins.str
+    stream: _builtins.int
+    """tcp: which stream of the link this is, counted from 0. The first one names in streams how many the writer would have."""
+    streams: _builtins.int
     @_builtins.property
     def verbs(self) -> Global___VerbsEndpoint:
         """verbs: the writer's queue pairs. The message comes over the control stream then."""
@@ -1858,10 +1863,12 @@ class DataHello(_message.Message):
         sidecar_id: _builtins.str = ...,
         verbs: Global___VerbsEndpoint | None = ...,
         efa: Global___EfaEndpoint | None = ...,
+        stream: _builtins.int = ...,
+        streams: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["efa", b"efa", "verbs", b"verbs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["efa", b"efa", "link_id", b"link_id", "protocol", b"protocol", "sidecar_id", b"sidecar_id", "token", b"token", "verbs", b"verbs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["efa", b"efa", "link_id", b"link_id", "protocol", b"protocol", "sidecar_id", b"sidecar_id", "stream", b"stream", "streams", b"streams", "token", b"token", "verbs", b"verbs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1880,12 +1887,17 @@ class DataHelloReply(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
     COUNTER_BYTES_FIELD_NUMBER: _builtins.int
+    STREAMS_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     ok: _builtins.bool
     reason: _builtins.str
     counter_bytes: _builtins.int
     """nvlink: bytes of the counters, a memfd that comes along after the regions. One u64 for each source rank and slot, at
     index rank * 4096 + slot: generation << 44 | bytes of that generation that have landed so far.
     """
+    streams: _builtins.int
+    """tcp, to the first stream: how many there are to be (0 means 1), and whether every write has to carry a checksum."""
+    checksums: _builtins.bool
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionInfo]: ...
     def __init__(
@@ -1895,10 +1907,12 @@ class DataHelloReply(_message.Message):
         reason: _builtins.str = ...,
         regions: _abc.Iterable[Global___RegionInfo] | None = ...,
         counter_bytes: _builtins.int = ...,
+        streams: _builtins.int = ...,
+        checksums: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counter_bytes", b"counter_bytes", "ok", b"ok", "reason", b"reason", "regions", b"regions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "counter_bytes", b"counter_bytes", "ok", b"ok", "reason", b"reason", "regions", b"regions", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
