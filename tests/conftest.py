@@ -1,8 +1,35 @@
-"""For every suite: a property holds or not, however slow the machine is (hypothesis fails examples over 200 ms)."""
+"""For every suite: a property holds or not, however slow the machine is, and the same examples run everywhere.
+
+Hypothesis fails examples over 200 ms and strategies that are slow to draw: neither says anything about the code.
+Examples are the same in every run, so that a red run can be repeated; `make soak` draws new ones.
+"""
 
 from __future__ import annotations
 
-from hypothesis import settings
+import logging
+import os
+from collections.abc import Iterator
 
-settings.register_profile("kvmesh", deadline=None)
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "kvmesh",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=not os.environ.get("KVMESH_SOAK"),
+    print_blob=True,
+)
 settings.load_profile("kvmesh")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A service that a test starts sets up the root logger of this process: no later test may notice."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in list(root.handlers):
+        if handler not in handlers:
+            root.removeHandler(handler)

@@ -17,10 +17,12 @@ class SilenceWatch:
     watch then gives a grace to read them before it judges.
     """
 
-    def __init__(self, limit_s: float, on_silent: Callable[[], object]) -> None:
+    def __init__(
+        self, limit_s: float, on_silent: Callable[[], object], *, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
         self._limit_s = limit_s
         self._on_silent = on_silent
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop or asyncio.get_running_loop()
         self._heard = self._loop.time()
         self._graced = False
         self.silent = False

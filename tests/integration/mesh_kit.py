@@ -23,6 +23,8 @@ from kvmesh.cli.up import running_mesh
 from kvmesh.client import Client
 from kvmesh.proto.v1 import engine_pb2, engine_pb2_grpc
 
+# A router that waits for a processor is no dead router: a request placed without it has no cache and no Report.
+PATIENT = {"gateway.route_timeout_ms": "10000"}
 SCRIPTED = MeshOptions(
     runner="scripted",
     model="scripted",
@@ -34,6 +36,7 @@ SCRIPTED = MeshOptions(
         "decode.scripted_step_ms": "2",
         "prefill.num_pages": "256",
         "decode.num_pages": "256",
+        **PATIENT,
     },
 )
 

@@ -19,7 +19,7 @@ from kvmesh.cli.health import wait_serving
 from kvmesh.cli.plan import MeshOptions
 from kvmesh.client import Client
 from kvmesh.errors import KvmeshError
-from mesh_kit import SCRIPTED, Mesh, mesh_up, settled, until
+from mesh_kit import PATIENT, SCRIPTED, Mesh, mesh_up, settled, until
 
 SOAK = bool(os.environ.get("KVMESH_SOAK"))
 ROUNDS = 50 if SOAK else 5
@@ -200,5 +200,5 @@ async def test_any_one_process_may_be_killed(victim: str) -> None:
 @pytest.mark.model
 @pytest.mark.timeout(900)
 async def test_the_same_on_the_real_model() -> None:
-    real = MeshOptions(gateway_port=0, threads=1)
+    real = MeshOptions(gateway_port=0, threads=1, settings=PATIENT)
     await run(real, {"clients": 2, "max_tokens": 3}, tuple(SERVING), REAL_ROUNDS)

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from kvmesh.cli.plan import MeshOptions
-from mesh_kit import answer, mesh_up, until
+from mesh_kit import PATIENT, answer, mesh_up, until
 
-REAL = MeshOptions(gateway_port=0, threads=1)
+REAL = MeshOptions(gateway_port=0, threads=1, settings=PATIENT)
 pytestmark = pytest.mark.model
 
 
@@ -27,7 +27,7 @@ async def test_it_knows_the_capital_of_france() -> None:
             assert again == text
             return bool(done.served.cache == "exact")
 
-        await until(exact, "the second answer from the exact cache", timeout_s=15)
+        await until(exact, "the second answer from the exact cache", timeout_s=120)
 
 
 async def test_disaggregated_equals_unified_in_fp32() -> None:

@@ -40,10 +40,10 @@ async def test_a_paraphrase_is_answered_from_the_semantic_cache(tmp_path: Path) 
                 await until(lambda: entries(), "the answer reported", timeout_s=2)
             return given if await entries() else ""
 
-        await until(embedder_is_loaded, "the embedder", timeout_s=30)
+        await until(embedder_is_loaded, "the embedder", timeout_s=90)
         # Without Redis the semantic cache must do it alone.
         mesh.kill("redis")
-        text = await until(remembered, "the answer remembered", timeout_s=30)
+        text = await until(remembered, "the answer remembered", timeout_s=90)
 
         async def hit() -> bool:
             # On a busy machine a look-up may run out of time; it is then a miss and its own answer is kept, so each
@@ -53,6 +53,6 @@ async def test_a_paraphrase_is_answered_from_the_semantic_cache(tmp_path: Path) 
             return (await ask(mesh, words)) == (text, "semantic")
 
         words = "Tell me, what is the capital of France"
-        await until(hit, "a semantic hit", timeout_s=30)
+        await until(hit, "a semantic hit", timeout_s=90)
         assert (await ask(mesh, "What is the capital of Germany?"))[1] == "none"
         assert (await ask(mesh, "What is not the capital of France?"))[1] == "none"

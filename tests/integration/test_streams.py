@@ -45,7 +45,7 @@ async def test_a_stalled_reader_stops_nobody_else() -> None:
 
 async def test_a_stopped_gateway_loses_only_its_own_streams() -> None:
     """SIGSTOP of one gateway process: the worker aborts its sequences; streams of the other gateway end whole."""
-    async with mesh_up(cache=False, settings={**PACE, "decode.write_timeout_s": "2"}) as mesh:
+    async with mesh_up(cache=False, settings={**PACE, "decode.write_timeout_s": "4"}) as mesh:
         spec = next(spec for spec in mesh.supervisor.plan.specs if spec.name == "gateway")
         ready = spec.ready_file.with_name("gateway-2.ready")
         argv = tuple(

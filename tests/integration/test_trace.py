@@ -32,6 +32,12 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
+def orphans(spans: list[tuple[str, str, bytes, bytes]]) -> list[tuple[str, str, bytes, bytes]]:
+    """Spans whose parent is not there."""
+    ids = {span[2] for span in spans}
+    return [span for span in spans if span[3] and span[3] not in ids]
+
+
 @pytest.fixture
 async def receiver() -> AsyncIterator[tuple[Receiver, str]]:
     server = grpc.aio.server()
@@ -52,20 +58,21 @@ async def test_one_trace_joins_client_and_all_five_services(receiver: tuple[Rece
         await asyncio.to_thread(shutdown)
 
         def complete() -> list[tuple[str, str, bytes, bytes]]:
-            """The spans of the trace that the client started, once all services have sent theirs."""
+            """The spans of the trace that the client started, once all services have sent theirs.
+
+            Each sends in batches, so a span may come before its parent.
+            """
             for spans in servicer.traces.values():
-                if {span[0] for span in spans} >= SERVICES | {"client"}:
+                if {span[0] for span in spans} >= SERVICES | {"client"} and not orphans(spans):
                     return spans
             return []
 
         try:
-            spans = await until(complete, "one trace with spans of the client and all services", timeout_s=20)
+            spans = await until(complete, "one trace with spans of the client and all services", timeout_s=90)
         except AssertionError as error:
             seen = {trace.hex(): sorted({span[:2] for span in spans}) for trace, spans in servicer.traces.items()}
-            raise AssertionError(f"{error}; traces: {seen}") from None
-    ids = {span[2] for span in spans}
-    orphans = [span for span in spans if span[3] and span[3] not in ids]
-    assert not orphans, f"spans without their parent: {orphans}"
+            alone = [span for spans in servicer.traces.values() for span in orphans(spans)]
+            raise AssertionError(f"{error}; traces: {seen}; spans without their parent: {alone}") from None
     assert [span[0] for span in spans if not span[3]] == ["client"], "the root is the client's span"
     sidecar_spans = {span[1] for span in spans if span[0] == "kvtransfer"}
     assert any("send" in name for name in sidecar_spans)

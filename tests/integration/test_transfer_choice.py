@@ -164,7 +164,7 @@ async def test_spans_join_the_trace(tmp_path: Path) -> None:
 async def test_faults_of_a_file_in_real_processes(tmp_path: Path) -> None:
     """Reordered, torn, duplicated, late; then failing; then holding: each end is the right one."""
     faults = tmp_path / "faults.json"
-    flags = ("--transports=fake", f"--fake-faults={faults}", "--heartbeat-s=0.1", "--lease-s=1")
+    flags = ("--transports=fake", f"--fake-faults={faults}", "--heartbeat-s=0.2", "--lease-s=3")
     faults.write_text(
         json.dumps(
             {"delay_s": [0, 0.02], "pieces": 4, "duplicate_rate": 0.5, "stale_rate": 0.5, "arrival_delay_s": [0, 0.02]}

@@ -37,7 +37,7 @@ from kvmesh.transfer.wire import PROTOCOL, exchange, open_unix
 from services.kvtransfer.service import KvTransferServicer
 from transfer_kit import Engine, make_layout, soon
 
-LEASE_S = 0.5
+LEASE_S = 2.0
 LAYOUT = make_layout()
 
 

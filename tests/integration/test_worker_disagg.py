@@ -43,8 +43,8 @@ async def test_output_equals_unified_and_bytes_move(transport: str, tmp_path: Pa
 async def test_kill_prefill_in_the_middle_of_a_transfer_ends_in_local_prefill(tmp_path: Path) -> None:
     async with cluster(
         tmp_path, PAIR,
-        prefill_0=["--scripted-step-ms", "40", "--chunk-size", "32"], decode_0=["--scripted-step-ms", "1"],
-        sidecars=["--heartbeat-s", "0.2", "--lease-s", "1"],
+        prefill_0=["--scripted-step-ms", "100", "--chunk-size", "32"], decode_0=["--scripted-step-ms", "1"],
+        sidecars=["--heartbeat-s", "0.2", "--lease-s", "3"],
     ) as nodes:  # fmt: skip
         prefill, decode = nodes["prefill-0"], nodes["decode-0"]
         async with Client(decode) as client:
@@ -77,8 +77,8 @@ async def test_kill_prefill_in_the_middle_of_a_transfer_ends_in_local_prefill(tm
 async def test_kill_a_sidecar_in_the_middle_of_a_transfer(victim: str, tmp_path: Path) -> None:
     async with cluster(
         tmp_path, PAIR,
-        prefill_0=["--scripted-step-ms", "40", "--chunk-size", "32"], decode_0=["--scripted-step-ms", "1"],
-        sidecars=["--heartbeat-s", "0.2", "--lease-s", "1"],
+        prefill_0=["--scripted-step-ms", "100", "--chunk-size", "32"], decode_0=["--scripted-step-ms", "1"],
+        sidecars=["--heartbeat-s", "0.2", "--lease-s", "3"],
     ) as nodes:  # fmt: skip
         prefill, decode = nodes["prefill-0"], nodes["decode-0"]
         async with Client(decode) as client:
@@ -117,8 +117,8 @@ async def test_second_placement_when_the_first_prefill_dies(tmp_path: Path) -> N
     names = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
     async with cluster(
         tmp_path, names,
-        prefill_0=["--scripted-step-ms", "40", "--chunk-size", "32"], prefill_1=["--scripted-step-ms", "1"],
-        decode_0=["--scripted-step-ms", "1"], sidecars=["--heartbeat-s", "0.2", "--lease-s", "1"],
+        prefill_0=["--scripted-step-ms", "100", "--chunk-size", "32"], prefill_1=["--scripted-step-ms", "1"],
+        decode_0=["--scripted-step-ms", "1"], sidecars=["--heartbeat-s", "0.2", "--lease-s", "3"],
     ) as nodes:  # fmt: skip
         decode = nodes["decode-0"]
         targets = [nodes["prefill-0"].target(), nodes["prefill-1"].target()]

@@ -64,7 +64,7 @@ class SidecarProcess:
             f"--listen=127.0.0.1:{self.port}",
             f"--ready-file={ready}",
             f"--instance={self.name}",
-            "--drain-timeout-s=3",
+            "--drain-timeout-s=10",
             *self.flags,
         ]
         # What the caller has beside them (pyverbs, in the RDMA VM) is kept.

@@ -293,7 +293,7 @@ def test_result_that_does_not_fit_fails_the_step() -> None:
 
 
 def test_stall_is_seen_while_the_runner_hangs() -> None:
-    world = World(threaded=True, stall_timeout_s=0.1)
+    world = World(threaded=True, stall_timeout_s=1.0)
     told: list[bool] = []
     seen = {True: threading.Event(), False: threading.Event()}
     release = threading.Event()

@@ -56,27 +56,26 @@ def mutate(sample: bytes, rng: random.Random) -> bytes:
 
 
 def fuzz(samples: list[bytes], read: Callable[[bytes], object], least: int) -> None:
-    """Damage and read for the budget. `least`: reads below which the run says nothing."""
+    """Damage and read for the budget. `least`: reads below which the run says nothing; slow machines take longer."""
     rng = random.Random(SEED)
     print(f"seed {SEED}")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     end = time.monotonic() + SECONDS
     count = refused = 0
-    while time.monotonic() < end:
+    while count < least or time.monotonic() < end:
         data = mutate(rng.choice(samples), rng)
-        begin = time.monotonic()
+        begin = time.thread_time()
         try:
             read(data)
         except KvmeshError:
             refused += 1
         except DecodeError:
             refused += 1
-        took = time.monotonic() - begin
+        took = time.thread_time() - begin
         assert took < 5.0, f"seed {SEED}: {took:.1f} s for {len(data)} bytes"
         count += 1
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
     print(f"{count} damaged inputs, {refused} refused, peak memory grew {grown} MiB")
-    assert count >= least, f"only {count} inputs: too slow to mean anything"
     assert refused > 0, "nothing was refused: the samples are not read at all"
     assert grown < 512, f"seed {SEED}: peak memory grew by {grown} MiB"
 

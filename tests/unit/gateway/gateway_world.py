@@ -45,7 +45,7 @@ class World:
         given: dict[str, Any] = {
             "listen": "127.0.0.1:0",
             "model": MODEL,
-            "heartbeat_s": 0.5,
+            "heartbeat_s": 3.0,
             "drain_timeout_s": 1.0,
             # Two shared cores: a router that is merely slow to be scheduled must not look dead.
             "route_timeout_ms": 3000,

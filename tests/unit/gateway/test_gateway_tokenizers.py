@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -14,25 +13,20 @@ pytestmark = pytest.mark.model
 
 
 async def test_the_loop_runs_while_a_long_prompt_is_tokenized() -> None:
-    """The tokenizer must release the GIL. Compared with its own duration, so that a busy machine does not matter."""
+    """The tokenizer must release the GIL: else the loop has at most one turn while it works, however long that is."""
     tokenizer = await asyncio.to_thread(lambda: ModelTokenizer(load_tokenizer("smollm2")))
     text = "hello world " * 90_000
-    gaps: list[float] = []
+    turns = 0
 
     async def tick() -> None:
-        last = time.perf_counter()
+        nonlocal turns
         while True:
             await asyncio.sleep(0.002)
-            now = time.perf_counter()
-            gaps.append(now - last)
-            last = now
+            turns += 1
 
     ticking = asyncio.create_task(tick())
     await asyncio.sleep(0)
-    started = time.perf_counter()
     ids = await tokenizer.encode_raw(text)
-    took = time.perf_counter() - started
-    await asyncio.sleep(0.005)
     ticking.cancel()
     assert len(ids) == 180_001
-    assert max(gaps) < took / 2, f"the loop stood still for {max(gaps):.2f} of {took:.2f} s"
+    assert turns >= 5

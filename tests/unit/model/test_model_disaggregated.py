@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from disagg_kit import disaggregated
 from kvmesh.engine.torch_runner import TorchRunner
-from kvmesh.kv.planner import plan
 from model_harness import Bench, assert_close
 from model_tiny import make_tiny
 
@@ -33,44 +33,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bench, Bench]:
 def alone(pair: tuple[Bench, Bench]) -> torch.Tensor:
     """Logits at the last prompt token, computed whole by one engine."""
     return pair[1].run(PROMPT, len(PROMPT))[-1:]
-
-
-def move(src: Bench, dst: Bench, src_table: np.ndarray, dst_table: np.ndarray, tokens: int, first_block: int) -> int:
-    """Carry the plan out, byte by byte, layer by layer; returns the bytes moved."""
-    pages = -(-tokens // PAGE)
-    columns = plan(
-        src.layout,
-        dst.layout,
-        src_table[first_block:pages].tolist(),
-        dst_table[first_block:pages].tolist(),
-        group="full",
-    )
-    moved = 0
-    layers = src.layout.num_layers
-    for layer in range(layers):
-        src_base = layer * src.layout.layer_stride("full")
-        dst_base = layer * dst.layout.layer_stride("full")
-        for from_, to, length in zip(columns.src_offset, columns.dst_offset, columns.length, strict=True):
-            a, b, n = int(from_) + src_base, int(to) + dst_base, int(length)
-            dst.region[b : b + n] = src.region[a : a + n]
-            moved += n
-    return moved
-
-
-def disaggregated(pair: tuple[Bench, Bench], prompt: list[int], chunk: int, src_hit: int, dst_hit: int) -> torch.Tensor:
-    """src_hit, dst_hit: whole blocks that the side's prefix cache holds (computed there beforehand, in other steps)."""
-    prefill, decode = pair
-    n = len(prompt) - 1
-    src_table, dst_table = prefill.table(n), decode.table(n + 1)
-    for bench, table, hit in ((prefill, src_table, src_hit), (decode, dst_table, dst_hit)):
-        if hit:
-            bench.run(prompt[: hit * PAGE], hit * PAGE, table)
-    for at in range(src_hit * PAGE, n, chunk):
-        prefill.logits(prefill.slice(prompt[at : min(n, at + chunk)], at, src_table))
-    first_block = min(dst_hit, n // PAGE)
-    moved = move(prefill, decode, src_table, dst_table, n, first_block)
-    assert moved == (-(-n // PAGE) - first_block) * prefill.layout.page_bytes("full") * prefill.layout.num_layers
-    return decode.logits(decode.slice(prompt[n:], n, dst_table))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, PAGE - 1, PAGE, PAGE + 1, LAST])

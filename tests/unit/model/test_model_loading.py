@@ -165,7 +165,9 @@ def test_truncation_message_names_tensor_and_sizes(tmp_path: Path) -> None:
         GgufCheckpoint(tmp_path / "m.gguf")
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=list(HealthCheck)
+)
 @given(data=st.data())
 def test_a_corrupt_gguf_never_raises_anything_else(corruptible: Path, data: st.DataObject) -> None:
     raw = bytearray(corruptible.read_bytes())

@@ -39,7 +39,7 @@ async def test_a_trace_joins_client_server_and_the_next_hop(mesh, spans) -> None
     near = await mesh.serve(stream=outer)
     with tracing.span(names.SPAN_CLIENT_REQUEST, kind=SpanKind.CLIENT):
         trace_id = tracing.current_trace_id()
-        seen = [m.value async for m in mesh.echo(near).stream(Text(), timeout=5)]
+        seen = [m.value async for m in mesh.echo(near).stream(Text(), timeout=60)]
     await asyncio.wait_for(near._state.idle.wait(), 60)
     assert seen == [trace_id]
 
@@ -150,7 +150,7 @@ async def test_a_restarted_server_is_found_again_soon(mesh) -> None:
     with pytest.raises(errors.Unavailable), raising():
         await call(Text())
     await mesh.serve(unary=unary, settings={"listen": first.address})
-    assert (await call(Text(), wait_for_ready=True, timeout=5)).value == "up"
+    assert (await call(Text(), wait_for_ready=True, timeout=60)).value == "up"
 
 
 async def test_wait_ready_gives_up_in_time(mesh) -> None:

@@ -81,8 +81,8 @@ async def test_sigterm_lets_the_stream_in_flight_finish(start) -> None:
     assert b"kvmesh:build_info" in page
     async with open_channel(info["address"]) as channel:
         echo, health = Echo(channel), health_pb2_grpc.HealthStub(channel)
-        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=20)
-        with cancelling(watch), cancelling(echo.bidi(timeout=20)) as call:
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=60)
+        with cancelling(watch), cancelling(echo.bidi(timeout=60)) as call:
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
             await call.write(Text(value="before"))
             assert (await call.read()).value == "before"
@@ -107,7 +107,7 @@ async def test_a_second_signal_cuts_the_drain_short(start) -> None:
     process = await start("--drain-timeout-s", "600")
     info = await process.up()
     async with open_channel(info["address"]) as channel:
-        with cancelling(Echo(channel).bidi(timeout=20)) as call:
+        with cancelling(Echo(channel).bidi(timeout=60)) as call:
             await call.write(Text(value="x"))
             await call.read()
             process.process.send_signal(signal.SIGTERM)
@@ -121,7 +121,7 @@ async def test_the_drain_timeout_ends_a_stream_that_does_not(start) -> None:
     process = await start("--drain-timeout-s", "0.3")
     info = await process.up()
     async with open_channel(info["address"]) as channel:
-        with cancelling(Echo(channel).bidi(timeout=20)) as call:
+        with cancelling(Echo(channel).bidi(timeout=60)) as call:
             await call.write(Text(value="x"))
             await call.read()
             process.process.send_signal(signal.SIGTERM)
@@ -132,7 +132,7 @@ async def test_long_lived_streams_do_not_hold_the_drain_up(start) -> None:
     process = await start("--instance", "long-lived", "--drain-timeout-s", "600")
     info = await process.up()
     async with open_channel(info["address"]) as channel:
-        with cancelling(Echo(channel).bidi(timeout=20)) as call:
+        with cancelling(Echo(channel).bidi(timeout=60)) as call:
             await call.write(Text(value="x"))
             await call.read()
             process.process.send_signal(signal.SIGTERM)

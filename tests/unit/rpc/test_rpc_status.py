@@ -65,7 +65,7 @@ async def test_round_trip_over_a_real_server(cls: type[KvmeshError], mesh) -> No
     received = []
 
     async def read() -> None:
-        async for message in echo.stream(Text(), timeout=5):
+        async for message in echo.stream(Text(), timeout=60):
             received.append(message.value)
 
     with pytest.raises(cls) as late, raising():

@@ -100,7 +100,7 @@ def test_meters_add_what_the_core_counted_once() -> None:
 
 
 async def test_a_served_request_shows_in_the_metrics() -> None:
-    async with running(served_name="counted") as worker, Gateway(worker) as gateway:
+    async with running(served_name="counted", scripted_step_ms=1) as worker, Gateway(worker) as gateway:
 
         def value(metric: names.Metric, **labels: str) -> float:
             return metrics.value(metric, model_name="counted", **labels)
@@ -115,6 +115,6 @@ async def test_a_served_request_shows_in_the_metrics() -> None:
         for histogram in (names.E2E, names.QUEUE_TIME, names.PREFILL_TIME, names.DECODE_TIME, names.TTFT):
             assert value(histogram) == 2, histogram.name
         assert value(names.INTER_TOKEN) >= 1
-        failed = await gateway.ask(prompt(5), sampling=sampling(2000), total_ms=30)
+        failed = await gateway.ask(prompt(5), sampling=sampling(2000), total_ms=1000)
         assert failed.error is not None
         assert value(names.REQUEST_FAILURE, reason="DEADLINE_EXCEEDED") == 1

@@ -229,8 +229,8 @@ class Gateway:
             token_ids=tokens,
             prompt_len=len(tokens),
             sampling=sampling(),
-            ttft_ms=20_000,
-            total_ms=30_000,
+            ttft_ms=60_000,
+            total_ms=90_000,
         )
         for name, value in values.items():
             field_ = getattr(request, name)
@@ -245,7 +245,7 @@ class Gateway:
 
     async def submit(self, request: pb.SubmitRequest) -> Answer:
         answer = self.answers.setdefault((request.request_id, request.attempt), Answer())
-        await self.stub.Submit(request, timeout=10)
+        await self.stub.Submit(request, timeout=60)
         return answer
 
     async def ask(self, tokens: list[int], **values: Any) -> Answer:
@@ -255,7 +255,7 @@ class Gateway:
     async def abort(self, request_id: str = "", attempt: int = 0, choices: tuple[int, ...] = ()) -> int:
         answer = await self.stub.Abort(
             pb.DecodeAbortRequest(gateway_id=self.gateway_id, request_id=request_id, attempt=attempt, choices=choices),
-            timeout=10,
+            timeout=60,
         )
         return int(answer.aborted)
 
