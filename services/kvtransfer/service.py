@@ -14,6 +14,7 @@ from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.proto.v1 import kvtransfer_pb2_grpc
 from kvmesh.rpc import Access, Deadline, ServiceContext, open_inner_channel
 from kvmesh.transfer.sidecar import Sidecar, SidecarOptions
+from kvmesh.transfer.transports.efa import EfaOptions
 from kvmesh.transfer.transports.verbs import VerbsOptions
 
 
@@ -87,6 +88,7 @@ async def build(context: ServiceContext[KvTransferSettings]) -> KvTransferServic
             qps=settings.verbs_qps,
             polling=settings.verbs_polling,
         ),
+        efa=EfaOptions(device=settings.efa_device, polling=settings.efa_polling),
     )
     sidecar = Sidecar(options, on_engine=context.server.set_ready)
     await sidecar.start()

@@ -160,13 +160,33 @@ class WorkerSettings(ServiceSettings):
         default="bf16", description="Type of weights, activations and KV pages."
     )
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description='"cpu", "cuda" or "cuda:N".')
-    threads: int = Field(default=0, ge=0, le=1024, description="Compute threads on CPU; 0 = the library's choice.")
+    threads: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Compute threads on CPU, divided among the ranks; 0 = as many as this process has CPUs.",
+    )
+    tp: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Ranks (processes) that share each layer: tensor parallel. It must divide the model's heads, and "
+        "divide its kv heads or be a multiple of them.",
+    )
+    tp_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        le=3600,
+        description="Seconds that a rank may come late to the others before the engine gives up and ends.",
+    )
     seed: int = Field(default=0, ge=0, le=(1 << 63) - 1, description="Base seed of the prefix cache hash chain.")
     page_size: int = Field(default=16, ge=1, le=1024, description="Tokens of a KV page.")
     num_pages: int = Field(
         default=0, ge=0, le=100_000_000, description="KV pages; 0 = as many as kv_memory_bytes holds."
     )
-    kv_memory_bytes: int = Field(default=256 * MIB, ge=4096, description="Bytes of KV memory when num_pages is 0.")
+    kv_memory_bytes: int = Field(
+        default=256 * MIB, ge=4096, description="Bytes of KV memory, of all ranks together, when num_pages is 0."
+    )
     max_model_len: int = Field(
         default=0, ge=0, le=10_000_000, description="Longest sequence in tokens; 0 = the model's."
     )
@@ -219,6 +239,8 @@ class WorkerSettings(ServiceSettings):
     def _consistent(self) -> WorkerSettings:
         if self.chunk_size > self.token_budget:
             raise ValueError("chunk_size must not exceed token_budget")
+        if self.runner == "scripted" and self.tp > 1:
+            raise ValueError("the scripted runner has one rank: set tp to 1")
         return self
 
 
@@ -282,6 +304,12 @@ class KvTransferSettings(ServiceSettings):
     verbs_qps: int = Field(default=4, ge=1, le=16, description="Queue pairs per link of the verbs transport.")
     verbs_polling: Literal["auto", "events", "thread"] = Field(
         default="auto", description="How it waits: completion channels, a spinning thread, or by the machine's size."
+    )
+    efa_device: str = Field(
+        default="", max_length=64, description="Device of the efa transport (default: the first that can RDMA-write)."
+    )
+    efa_polling: Literal["auto", "events", "thread"] = Field(
+        default="auto", description="How the efa transport waits; as verbs_polling."
     )
 
     @model_validator(mode="after")

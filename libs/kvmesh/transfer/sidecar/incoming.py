@@ -115,6 +115,8 @@ class IncomingLinks:
         reply.endpoint, reply.token = endpoint.address, endpoint.token
         if endpoint.verbs is not None:
             reply.verbs.CopyFrom(endpoint.verbs)
+        if endpoint.efa is not None:
+            reply.efa.CopyFrom(endpoint.efa)
         self.links[link.link_id] = link
         metrics.gauge(names.TRANSFER_PEERS).labels(link.transport.name).inc()
         metrics.gauge(names.TRANSFER_LINKS).labels(link.transport.name, "in", link.choice.code).inc()

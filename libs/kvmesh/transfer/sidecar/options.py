@@ -11,6 +11,7 @@ from kvmesh.rpc import MeshChannel
 from kvmesh.transfer.immediate import MAX_SLOTS
 from kvmesh.transfer.topology import SYSFS
 from kvmesh.transfer.transports.base import Transport
+from kvmesh.transfer.transports.efa import EfaOptions, EfaTransport
 from kvmesh.transfer.transports.faulty import FakeTransport
 from kvmesh.transfer.transports.shm import ShmTransport
 from kvmesh.transfer.transports.tcp import TcpTransport
@@ -36,6 +37,7 @@ class SidecarOptions:
     tcp_advertise: str = ""
     fake_faults: Path | None = None
     verbs: VerbsOptions | None = None
+    efa: EfaOptions | None = None
     pin_threads: bool = True
     sysfs: Path = SYSFS
 
@@ -51,4 +53,6 @@ def make_transport(name: str, options: SidecarOptions) -> Transport:
         return TcpTransport(options.tcp_host, options.tcp_advertise)
     if name == "verbs":
         return VerbsTransport(options.verbs)
+    if name == "efa":
+        return EfaTransport(options.efa)
     raise FailedPrecondition(f"not implemented: transport {name}")

@@ -109,6 +109,7 @@ class OutgoingLinks:
             await link.bind(transfer, descriptor.expected_bytes)
             self.transfers[send.transfer_id] = transfer
             transfer.running = True
+            send.outbound.announce(send.immediate, send.transfer_id, request)
             try:
                 await self.sidecar.mover.start_send(send, request.ready_pages)
             except KvmeshError as error:
@@ -167,7 +168,7 @@ class OutgoingLinks:
 
     def tell_unmapped(self, link: OutLink) -> None:
         """Tell whoever serves that engine now that its memory is let go of, until somebody has heard it."""
-        if link.link_id and link.transport not in ("tcp", "verbs"):
+        if link.link_id and link.transport not in ("tcp", "verbs", "efa"):
             memory = link.session.memory
             notice = _Notice(link.notice(), link.key[3], memory.engine_id, memory.incarnation)
             self._untold[link.link_id] = notice

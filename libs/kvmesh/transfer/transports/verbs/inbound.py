@@ -43,8 +43,11 @@ class VerbsInbound(RdmaInbound):
 
     def connect(self, remotes: Sequence[Remote]) -> None:
         """Let the writer's queue pairs in. Raises Unavailable."""
-        for pair, remote in zip(self.pairs, remotes, strict=True):
-            pair.connect(remote)
+        with self._lock:
+            if not self._open:
+                raise Unavailable("the link has ended")
+            for pair, remote in zip(self.pairs, remotes, strict=True):
+                pair.connect(remote)
 
     async def fence(self) -> None:
         self._stop_reading()

@@ -58,6 +58,11 @@ class VerbsOptions:
     @property
     def spins(self) -> bool:
         """Whether waiting begins with spinning."""
-        if self.polling == "auto":
-            return len(os.sched_getaffinity(0)) >= LARGE_MACHINE_CPUS
-        return self.polling == "thread"
+        return spins(self.polling)
+
+
+def spins(polling: str) -> bool:
+    """What a choice of POLLING means on this machine."""
+    if polling == "auto":
+        return len(os.sched_getaffinity(0)) >= LARGE_MACHINE_CPUS
+    return polling == "thread"

@@ -44,8 +44,8 @@ class RdmaInbound(Inbound):
 
     @abstractmethod
     def _take(self) -> bool:
-        """Take completions, adding to `_arrivals`; True where there were any. Raises KvmeshError, or pyverbs' own error,
-        where the link is over. The lock is held."""
+        """Take completions, adding to `_arrivals`; True where there were any. Raises KvmeshError or
+        pyverbs' own error where the link is over. The lock is held."""
 
     @abstractmethod
     def _free(self) -> None:
