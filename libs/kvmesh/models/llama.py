@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from kvmesh.errors import InvalidArgument
-from kvmesh.kv.layout import MAX_TP, KvGroup
+from kvmesh.kv.layout import KvGroup
 from kvmesh.layers.attention import append_kv, paged_attention
 from kvmesh.layers.linear import Linear, dense
 from kvmesh.layers.norm import rms_norm
@@ -33,6 +32,7 @@ from kvmesh.layers.parallel import (
 from kvmesh.layers.rotary import RotaryTable, apply_rotary
 from kvmesh.loading.config import ModelConfig
 from kvmesh.loading.gguf_model import FREQ_FACTORS
+from kvmesh.loading.sharding import check_parallel
 from kvmesh.loading.weights import WeightReader
 
 
@@ -78,23 +78,6 @@ class BlockWeights:
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
-
-
-def check_parallel(config: ModelConfig, size: int) -> None:
-    """Raises InvalidArgument, saying which sizes go, unless the model's layers divide among `size` ranks."""
-
-    def fits(tp: int) -> bool:
-        kv = config.num_kv_heads
-        return not (config.num_heads % tp or config.intermediate_size % tp or (kv % tp and tp % kv))
-
-    if not fits(size):
-        valid = ", ".join(str(tp) for tp in range(1, min(config.num_heads, MAX_TP) + 1) if fits(tp))
-        raise InvalidArgument(
-            f"tp {size} does not fit this model: it must divide its {config.num_heads} heads and "
-            f"{config.intermediate_size} intermediate columns, and divide its {config.num_kv_heads} kv heads or be a "
-            f"multiple of them; set tp to one of {valid}",
-            details={"field": "tp"},
-        )
 
 
 class LlamaWeights:

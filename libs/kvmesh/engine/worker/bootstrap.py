@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.core import EngineConfig, EngineCore
 from kvmesh.engine.events import StepDone
+from kvmesh.engine.parallel.ranks import RankGroup, ranks_of
+from kvmesh.engine.parallel.wire import Kind
 from kvmesh.engine.runner import Runner
 from kvmesh.engine.worker.attach import CacheRelay, RouterLinks
 from kvmesh.engine.worker.channels import PrefillChannels
@@ -112,7 +114,7 @@ class Worker:
         tokenizer = await in_thread(lambda: load_tokenizer(spec), name="tokenizer-load")
         layout = size_layout(runner, settings)
         self._memory = memory = KvMemory.create(layout, settings.max_batch)
-        runner.bind(layout, memory.views(), memory.doorbell)
+        await in_thread(lambda: runner.bind(layout, memory.views(), memory.doorbell), name="kv-bind")
         identity = self._identity(runner, memory, tokenizer.fingerprint)
         loop = asyncio.get_running_loop()
         pump = EventPump(loop)
@@ -121,6 +123,7 @@ class Worker:
             interval_s=settings.report_interval_s,
         )  # fmt: skip
         link = self._link(identity, memory)
+        ranks = ranks_of(runner)
         core = EngineCore(
             runner,
             layout,
@@ -168,8 +171,17 @@ class Worker:
         self.service.tasks.spawn(self._housekeeping(), name="housekeeping")
         self.service.tasks.spawn(self.routers.run(), name="routers")
         self.status.listen(self.routers.on_change)
+        if ranks is not None:
+            self._watch_ranks(ranks, core, loop)
+            self.service.ready_info["ranks"] = ranks.pids
         if link is not None:
             link.start()
+            if ranks is not None:
+                ranks.note(Kind.JOIN, {
+                    "path": str(settings.sidecar_socket),
+                    "engine_id": identity.worker_id,
+                    "incarnation": identity.incarnation,
+                })  # fmt: skip
         self.status.update(loaded=True)
         self.service.ready_info.update(
             worker_id=identity.worker_id, incarnation=self.incarnation, role=settings.role, model=identity.served_name
@@ -206,6 +218,28 @@ class Worker:
             on_connected=lambda client: self.status.update(sidecar_up=True),
             on_lost=lambda: self.status.update(sidecar_up=False),
         )
+
+    def _watch_ranks(self, ranks: RankGroup, core: EngineCore, loop: asyncio.AbstractEventLoop) -> None:
+        """A lost rank ends this process: readiness off, one terminal for each request, exit status 1."""
+        lost: asyncio.Future[str] = loop.create_future()
+
+        def settle(reason: str) -> None:
+            if not lost.done():
+                lost.set_result(reason)
+
+        def tell(reason: str) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(settle, reason)
+
+        async def end() -> None:
+            reason = await lost
+            self.status.update(draining=True)
+            core.drain()
+            core.abort_all(Unavailable(reason))
+            raise Unavailable(reason)
+
+        self.service.tasks.spawn(end(), name="ranks")
+        ranks.on_lost(tell)
 
     def _channel(self, address: str) -> MeshChannel:
         return open_inner_channel(address, self.settings, self.service.auth.token)
@@ -290,7 +324,8 @@ class Worker:
                 # Its thread still uses runner and memory: they go with the process.
                 log.error("%s", error.message)
                 return
-        if self._runner is not None:
-            self._runner.close()
+        if (runner := self._runner) is not None:
+            # Ranks get some time to leave.
+            await in_thread(runner.close, name="runner-close")
         if self._memory is not None:
             self._memory.close()

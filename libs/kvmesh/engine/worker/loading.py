@@ -22,9 +22,11 @@ LOG_EVERY_S = 1.0
 
 
 def compute_threads(settings: WorkerSettings) -> int:
-    """Threads of a step: the setting, else what the environment gives OpenMP, else the CPUs this process may use."""
+    """Threads of a step on each rank: an equal part, but at least one, of the setting, else of what the environment
+    gives OpenMP, else of the CPUs this process may use."""
     environment = os.environ.get("OMP_NUM_THREADS", "")
-    return settings.threads or (int(environment) if environment.isdigit() else 0) or len(os.sched_getaffinity(0))
+    total = settings.threads or (int(environment) if environment.isdigit() else 0) or len(os.sched_getaffinity(0))
+    return max(1, total // settings.tp)
 
 
 async def load_runner(settings: WorkerSettings) -> Runner:
@@ -42,14 +44,24 @@ def _load_torch(settings: WorkerSettings) -> Runner:
     # collapses. Read by the runtime when torch loads it, so it must be set before; whoever has cores to spare may set
     # OMP_WAIT_POLICY=active.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Imported here: a scripted worker has no torch, and the import alone takes a second.
-    from kvmesh.engine.torch_runner import TorchRunner
-
     threads = compute_threads(settings)
-    log.info("loading %s (%s, %d threads)", settings.model, settings.dtype, threads)
+    log.info("loading %s (%s, %d rank(s) of %d threads)", settings.model, settings.dtype, settings.tp, threads)
     progress = LoadProgress(settings.model)
     started = time.monotonic()
-    runner = TorchRunner.load(settings.model, dtype=settings.dtype, threads=threads, progress=progress)
+    # Imported here: a scripted worker has no torch, and the import alone takes a second.
+    runner: Runner
+    if settings.tp > 1:
+        from kvmesh.engine.parallel.runner import ParallelRunner
+
+        logs = {"service": settings.service, "level": settings.log_level, "fmt": settings.log_format}
+        runner = ParallelRunner.load(
+            settings.model, settings.dtype, tp=settings.tp, threads=threads, timeout_s=settings.tp_timeout_s,
+            progress=progress, logs=logs | {"instance": settings.instance_name},
+        )  # fmt: skip
+    else:
+        from kvmesh.engine.torch_runner import TorchRunner
+
+        runner = TorchRunner.load(settings.model, dtype=settings.dtype, threads=threads, progress=progress)
     log.info("loaded %s in %.1f s", runner.info.name, time.monotonic() - started)
     return runner
 

@@ -17,7 +17,8 @@ RING_RECORDS = 256
 
 @dataclass(slots=True)
 class KvMemory:
-    """Owned by the worker; closed after core and sidecar link."""
+    """Owned by the worker; closed after core and sidecar link. Of several ranks it is the leader's: each of the others
+    has its own regions, and needs no doorbell and no ring."""
 
     layout: KvLayout
     regions: dict[str, Region]
@@ -53,7 +54,7 @@ def size_layout(runner: Runner, settings: WorkerSettings) -> KvLayout:
     pages = settings.num_pages
     if pages == 0:
         one = runner.layout(settings.page_size, 1)
-        page = sum(one.region_bytes(group) for group in one.groups)
+        page = one.tp * sum(one.region_bytes(group) for group in one.groups)
         pages = settings.kv_memory_bytes // page
         if pages < 1:
             raise InvalidArgument(

@@ -1,0 +1,177 @@
+"""What leader and ranks say to one another: frames on a socket pair, plain structs and JSON, every size bounded.
+
+A frame is u32 length of the body, u8 kind, 3 bytes of zero, then the body. Leader to rank: SETUP, BIND, JOIN, STEP,
+STOP; rank to leader: HELLO (torch is there), READY (weights are loaded), BOUND, DONE (a step), FAILED (and it ends).
+
+The body of STEP, little-endian: u64 step, u32 slices, u32 copies; int64 (slices, 6): sequence id, start, tokens, pages,
+1 where logits of the last position are wanted, rows of prompt logprobs; then int32: copies as (source, destination),
+the tokens of all slices, their pages.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmesh.engine.runner import SampleInput, SamplingParams, Slice, StepBatch
+from kvmesh.errors import DataLoss, TooLarge, Unavailable
+
+MAX_FRAME_BYTES = 64 << 20
+# Of everything but a step.
+MAX_NOTE_BYTES = 1 << 20
+_HEADER = struct.Struct("<IB3x")
+_STEP = struct.Struct("<QII")
+_COLUMNS = 6
+# A rank only needs to know that a row is sampled: the leader samples.
+_SAMPLED = (SampleInput(SamplingParams(), 0, 0, (), ()),)
+
+
+class Kind(enum.IntEnum):
+    """Kinds of frames."""
+
+    SETUP = 1
+    HELLO = 2
+    READY = 3
+    BIND = 4
+    BOUND = 5
+    JOIN = 6
+    STEP = 7
+    DONE = 8
+    FAILED = 9
+    STOP = 10
+
+
+class Frame(NamedTuple):
+    """One message."""
+
+    kind: Kind
+    body: bytes
+
+    def note(self) -> dict[str, Any]:
+        """The body as a JSON object. Raises DataLoss."""
+        try:
+            value = json.loads(self.body)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise DataLoss(f"{self.kind.name} is no JSON object")
+        return value
+
+
+def send_frame(sock: socket.socket, kind: Kind, body: bytes = b"") -> None:
+    """Send one frame. Raises TooLarge, OSError."""
+    if len(body) > MAX_FRAME_BYTES:
+        raise TooLarge(f"{kind.name} of {len(body)} bytes, at most {MAX_FRAME_BYTES} are allowed")
+    sock.sendall(_HEADER.pack(len(body), kind) + body, socket.MSG_NOSIGNAL)
+
+
+def send_note(sock: socket.socket, kind: Kind, note: Mapping[str, Any]) -> None:
+    """`send_frame` with a JSON object."""
+    send_frame(sock, kind, json.dumps(note).encode())
+
+
+def recv_frame(sock: socket.socket) -> Frame | None:
+    """The next frame, None at the end of the stream. Raises DataLoss, TooLarge, OSError."""
+    header = _exactly(sock, _HEADER.size)
+    if header is None:
+        return None
+    length, number = _HEADER.unpack(header)
+    try:
+        kind = Kind(number)
+    except ValueError:
+        raise DataLoss(f"a frame of unknown kind {number}") from None
+    limit = MAX_FRAME_BYTES if kind is Kind.STEP else MAX_NOTE_BYTES
+    if length > limit:
+        raise TooLarge(f"{kind.name} of {length} bytes, at most {limit} are allowed")
+    body = _exactly(sock, length) if length else b""
+    if body is None:
+        raise DataLoss("the stream ended inside a frame")
+    return Frame(kind, body)
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        data = sock.recv(min(count - len(parts), 1 << 20))
+        if not data:
+            if parts:
+                raise DataLoss("the stream ended inside a frame")
+            return None
+        parts += data
+    return bytes(parts)
+
+
+def expect(frame: Frame | None, kind: Kind) -> Frame:
+    """The frame, if it is of that kind. Raises Unavailable at the end of the stream, DataLoss for another."""
+    if frame is None:
+        raise Unavailable("the other side is gone")
+    if frame.kind is not kind:
+        raise DataLoss(f"{frame.kind.name} came where {kind.name} was due")
+    return frame
+
+
+def pack_step(batch: StepBatch, page_size: int) -> bytes:
+    """The body of STEP. Raises TooLarge."""
+    meta = np.zeros((len(batch.slices), _COLUMNS), dtype="<i8")
+    tokens: list[npt.NDArray[np.int32]] = []
+    pages: list[npt.NDArray[np.int32]] = []
+    for row, slice_ in zip(meta, batch.slices, strict=True):
+        count = len(slice_.token_ids)
+        # What was reserved ahead is of no use to a rank.
+        table = slice_.block_table[: -(-(slice_.start + count) // page_size)]
+        scored = 0 if slice_.prompt_logprobs is None else count - 1 + (slice_.next_token is not None)
+        row[:] = (slice_.seq_id, slice_.start, count, len(table), bool(slice_.samples), scored)
+        tokens.append(slice_.token_ids)
+        pages.append(table)
+    copies = np.array(batch.copies, dtype="<i4").reshape(-1, 2)
+    body = b"".join(
+        [
+            _STEP.pack(batch.step, len(batch.slices), len(copies)),
+            meta.tobytes(),
+            copies.tobytes(),
+            *(part.astype("<i4", copy=False).tobytes() for part in (*tokens, *pages)),
+        ]
+    )
+    if len(body) > MAX_FRAME_BYTES:
+        raise TooLarge(f"a step of {len(body)} bytes, at most {MAX_FRAME_BYTES} are allowed: set token_budget lower")
+    return body
+
+
+def unpack_step(body: bytes) -> StepBatch:
+    """Inverse of `pack_step`, but for what only the sampler needs. Raises DataLoss."""
+    if len(body) < _STEP.size:
+        raise DataLoss("a step is cut")
+    step, count, num_copies = _STEP.unpack_from(body)
+    at = _STEP.size
+    if len(body) < at + count * _COLUMNS * 8 + num_copies * 8:
+        raise DataLoss("a step is cut")
+    meta = np.frombuffer(body, dtype="<i8", count=count * _COLUMNS, offset=at).reshape(count, _COLUMNS)
+    rest = np.frombuffer(body, dtype="<i4", offset=at + meta.nbytes) if len(body) % 4 == 0 else None
+    if rest is None or (meta < 0).any() or (meta[:, 2:4] > len(rest)).any():
+        raise DataLoss("a step is malformed")
+    if 2 * num_copies + int(meta[:, 2:4].sum()) != len(rest):
+        raise DataLoss("a step's columns do not add up")
+    copies = rest[: 2 * num_copies].reshape(-1, 2).tolist()
+    token_end = 2 * num_copies + np.cumsum(meta[:, 2])
+    page_end = (int(token_end[-1]) if count else 2 * num_copies) + np.cumsum(meta[:, 3])
+    slices = []
+    for i, (seq_id, start, tokens, pages, sampled, scored) in enumerate(meta.tolist()):
+        slices.append(
+            Slice(
+                seq_id=seq_id,
+                token_ids=rest[int(token_end[i]) - tokens : int(token_end[i])],
+                start=start,
+                block_table=rest[int(page_end[i]) - pages : int(page_end[i])],
+                samples=_SAMPLED if sampled else (),
+                prompt_logprobs=0 if scored else None,
+                next_token=0 if scored == tokens else None,
+            )
+        )
+    return StepBatch(step, slices, [(source, target) for source, target in copies])
