@@ -211,7 +211,8 @@ class Scheduler:
     def fail_step(self, error: KvmeshError, seq_ids: frozenset[int] | None = None) -> set[RequestKey]:
         """The step failed, or these sequences of it: their requests end with `error`. Returns their keys.
 
-        With seq_ids, the plan keeps the others' slices in order, for `postprocess` of a result without the failed.
+        With seq_ids, the plan keeps the others' slices in order, for `postprocess` of a result without the failed; and
+        the KV that they failed on leaves the prefix cache, or every request with that prefix would fail like them.
         """
         failed = [p.choice for p in self.plan if seq_ids is None or p.choice.seq_id in seq_ids]
         if seq_ids is None:
@@ -219,6 +220,8 @@ class Scheduler:
             self.plan = []
         else:
             self.plan = [p for p in self.plan if p.choice.seq_id not in seq_ids]
+            for choice in failed:
+                self.pages.forget(choice)
         for choice in failed:
             self.end(choice.request, error)
         return {choice.request.key for choice in failed}

@@ -135,6 +135,11 @@ class SequencePages:
         if self.cache is not None and choice.computed >= self.page_size:
             self.cache.insert(choice.seq_id, choice.request.options.seed_bytes, choice.computed_tokens(), choice.pages)
 
+    def forget(self, choice: Choice) -> None:
+        """The KV of its history is not to be trusted: no one else may find it, not even what it found itself."""
+        if self.cache is not None:
+            self.cache.forget(choice.pages)
+
     def free(self, choice: Choice) -> None:
         """Let go of every page (those that a descriptor names return when it is settled)."""
         self.pool.release(choice.seq_id)

@@ -8,7 +8,7 @@ else uses its page and no block below it is in use; eviction takes leaves only, 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -63,6 +63,7 @@ class CacheStats:
     hit_tokens: int = 0
     stored_blocks: int = 0
     evicted_blocks: int = 0
+    forgotten_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -203,6 +204,25 @@ class PrefixCache:
         """Evict every block that nobody uses; returns how many."""
         return self._evict(self._evictable)
 
+    def forget(self, pages: Iterable[int]) -> int:
+        """What these pages hold is not to be trusted: no look-up finds their blocks again, nor any block below them.
+
+        Pages that others use stay theirs; the rest is freed. Pages that are not cached are ignored. Returns the number
+        of blocks forgotten.
+        """
+        suspects = set(pages)
+        doomed: dict[bytes, _Block] = {}
+        for block in self._blocks.values():  # parents come before children
+            if block.page in suspects or (block.parent is not None and block.parent.hash in doomed):
+                doomed[block.hash] = block
+        for block in reversed(doomed.values()):
+            self._remove(block)
+        if doomed:
+            self._pool.release_pages(self._owner, [block.page for block in doomed.values()])
+            self.stats.forgotten_blocks += len(doomed)
+            self._emit(CacheEvent("removed", tuple(reversed(doomed))))
+        return len(doomed)
+
     # -- what the pool calls (kvmesh.kv.pool.CacheHooks)
 
     @property
@@ -320,13 +340,7 @@ class PrefixCache:
             block = self._by_page.get(page)
             if block is None or block.busy or block.children or block.last_use != last_use:
                 continue
-            del self._blocks[block.hash]
-            del self._by_page[page]
-            self._evictable -= 1
-            if block.parent is not None:
-                block.parent.children -= 1
-                if not block.parent.children and not block.parent.busy:
-                    self._push(block.parent)
+            self._remove(block)
             pages.append(page)
             removed.append(block.hash)
         if pages:
@@ -336,6 +350,29 @@ class PrefixCache:
             self.stats.evicted_blocks += len(pages)
             self._emit(CacheEvent("removed", tuple(removed)))
         return len(pages)
+
+    def _remove(self, block: _Block) -> None:
+        """Take a leaf out, whoever uses its page; the caller lets go of the page."""
+        del self._blocks[block.hash]
+        del self._by_page[block.page]
+        if not block.busy:
+            self._evictable -= 1
+        above = block.parent
+        if above is None:
+            return
+        above.children -= 1
+        if not block.busy:
+            if not above.children and not above.busy:
+                self._push(above)
+            return
+        while above is not None:
+            above.busy -= 1
+            if above.busy:
+                return
+            self._evictable += 1
+            if not above.children:
+                self._push(above)
+            above = above.parent
 
     def _push(self, block: _Block) -> None:
         if len(self._leaves) > 2 * len(self._blocks) + 64:

@@ -279,6 +279,29 @@ def test_foreign_bytes_fail_only_their_sequence() -> None:
     world.check_pages_back()
 
 
+def test_kv_on_which_a_sequence_failed_is_found_by_nobody_again() -> None:
+    """Not even what it had itself found in the prefix cache, nor what was stored below that; others' KV stays."""
+    world = World()
+    for base in (0, 1):
+        world.submit(base=base, length=14, max_tokens=4)
+        world.run()
+    assert world.core.cache is not None
+    bad = world.submit(length=9, max_tokens=12)
+    world.step()
+    root = world.core.scheduler.requests[bad].root
+    assert root.request.cached_tokens == 8
+    world._garbage([root.pages[1]])
+    world.run()
+    assert isinstance(error_of(world.tracks[bad]), DataLoss)
+    for base, cached in ((0, 0), (1, 12)):
+        again = world.submit(base=base, length=14, max_tokens=4)
+        world.run()
+        assert world.tracks[again].ends[0].usage.cached_tokens == cached
+        assert error_of(world.tracks[again]) is None
+        world.check_output(world.tracks[again])
+    world.check_pages_back()
+
+
 def test_result_that_does_not_fit_fails_the_step() -> None:
     world = World()
     key = world.submit(length=9)

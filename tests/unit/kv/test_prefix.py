@@ -32,6 +32,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.cached: dict[tuple, int] = {}
         self.names: dict[bytes, tuple] = {}
         self.mirror: dict[bytes, bytes] = {}
+        self.forgetting = False
 
     def on_event(self, event: CacheEvent):
         """What a router would keep: hash -> parent hash. Parents come first and leave last."""
@@ -48,7 +49,9 @@ class PrefixMachine(RuleBasedStateMachine):
             del self.mirror[key]
             if self.exact:
                 page = self.cached.pop(self.names[key])
-                assert not any(page in pages for _, _, pages in self.owners.values()), "evicted in use"
+                assert self.forgetting or not any(page in pages for _, _, pages in self.owners.values()), (
+                    "evicted in use"
+                )
 
     def prefixes(self, seed, tokens, count):
         return [(seed, tuple(tokens[: (i + 1) * PAGE])) for i in range(count)]
@@ -147,6 +150,28 @@ class PrefixMachine(RuleBasedStateMachine):
         assert all(self.pool.users(page) for page in pages)
         self.agrees()
         self.pool.settle(owner, 1)
+
+    @rule(owner=st.sampled_from(OWNERS), first=st.integers(0, 5))
+    def forget(self, owner, first):
+        """An owner's KV is bad from some page on: those blocks and all below them go, other owners keep their pages."""
+        if owner not in self.owners:
+            return
+        bad = set(self.owners[owner][2][first:])
+        roots = {name for name, page in self.cached.items() if page in bad}
+        below = {
+            (seed, tokens)
+            for seed, tokens in self.cached
+            if any((seed, tokens[:cut]) in roots for cut in range(PAGE, len(tokens) + 1, PAGE))
+        }
+        before, held = len(self.cache), {name: self.pool.pages_of(name) for name in self.owners}
+        self.forgetting = True
+        count = self.cache.forget(bad)
+        self.forgetting = False
+        assert before - len(self.cache) == count
+        assert {name: self.pool.pages_of(name) for name in self.owners} == held
+        if self.exact:
+            assert count == len(below)
+            assert not below & set(self.cached)
 
     @rule()
     def clear(self):
