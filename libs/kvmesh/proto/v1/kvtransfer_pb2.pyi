@@ -1695,6 +1695,8 @@ class EfaEndpoint(_message.Message):
     RECEIVES_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
     WORDS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    RAILS_FIELD_NUMBER: _builtins.int
     gid: _builtins.bytes
     """16 bytes. Each end makes an address handle of the other's."""
     qp_number: _builtins.int
@@ -1703,6 +1705,8 @@ class EfaEndpoint(_message.Message):
     """Random for each queue pair; 31 bits."""
     receives: _builtins.int
     """Destination only: receives posted, that is, writes that may be in flight."""
+    device: _builtins.str
+    """Name of the NIC, for people."""
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemoteMemory]:
         """Destination only: where the writer may write, in the order of PeerHelloReply.regions."""
@@ -1710,6 +1714,10 @@ class EfaEndpoint(_message.Message):
     @_builtins.property
     def words(self) -> Global___RemoteMemory:
         """Writer only: 8 bytes that the destination's credit words are written to."""
+
+    @_builtins.property
+    def rails(self) -> _containers.RepeatedCompositeFieldContainer[Global___EfaEndpoint]:
+        """As VerbsEndpoint.rails; a pair is left out by a queue pair number of 0."""
 
     def __init__(
         self,
@@ -1720,10 +1728,12 @@ class EfaEndpoint(_message.Message):
         receives: _builtins.int = ...,
         regions: _abc.Iterable[Global___RemoteMemory] | None = ...,
         words: Global___RemoteMemory | None = ...,
+        device: _builtins.str = ...,
+        rails: _abc.Iterable[Global___EfaEndpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["words", b"words"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gid", b"gid", "qkey", b"qkey", "qp_number", b"qp_number", "receives", b"receives", "regions", b"regions", "words", b"words"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "gid", b"gid", "qkey", b"qkey", "qp_number", b"qp_number", "rails", b"rails", "receives", b"receives", "regions", b"regions", "words", b"words"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
