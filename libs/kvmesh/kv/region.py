@@ -29,7 +29,11 @@ class Region:
     `close`.
     """
 
-    def __init__(self, name: str, fd: int, nbytes: int, mapping: mmap.mmap) -> None:
+    # As in RegionInfo, of memory that is made here.
+    memory = "host"
+    device = ""
+
+    def __init__(self, name: str, fd: int, nbytes: int, mapping: mmap.mmap | None) -> None:
         self.name = name
         self.nbytes = nbytes
         self._fd = fd
@@ -85,6 +89,24 @@ class Region:
             raise
         return cls(name, fd, nbytes, mapping)
 
+    @classmethod
+    def hold(cls, fd: int, nbytes: int, name: str = "") -> Region:
+        """Keep a descriptor of memory that cannot be mapped here (a GPU's), for passing it on. Takes it over; its size
+        is believed. Raises InvalidArgument."""
+        try:
+            _check_size(nbytes)
+            os.set_inheritable(fd, False)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+            raise
+        return cls(name, fd, nbytes, None)
+
+    @property
+    def mapped(self) -> bool:
+        """False for memory that is only held, and after `close`."""
+        return self._map is not None
+
     @property
     def fd(self) -> int:
         """The descriptor, owned by the region: duplicate it to keep it longer."""
@@ -94,7 +116,7 @@ class Region:
 
     @property
     def closed(self) -> bool:
-        return self._map is None
+        return self._fd < 0
 
     @property
     def buf(self) -> memoryview:

@@ -103,7 +103,7 @@ def one_line(candidates: Iterable[pb.TransportCandidate]) -> str:
 def _judge(
     transport: Transport, offer: pb.TransportOffer | None, failed: str | None, unusable: str | None
 ) -> tuple[str, str]:
-    usable, why = transport.status
+    usable, why = transport.ready
     if failed is not None:
         return FAILED, failed
     if not usable:

@@ -23,8 +23,18 @@ from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import BackgroundTasks
 from kvmesh.transfer.sends import SendTable
 from kvmesh.transfer.sidecar.engine import EngineSession, SessionHost
-from kvmesh.transfer.sidecar.ranks import EngineName, EngineShape, Lobby, Seat, adopt_rank, check_names, check_regions
+from kvmesh.transfer.sidecar.ranks import (
+    EngineName,
+    EngineShape,
+    Lobby,
+    Seat,
+    adopt_rank,
+    adopt_region,
+    check_names,
+    check_regions,
+)
 from kvmesh.transfer.transports.base import EngineMemory
+from kvmesh.transfer.transports.posted import EnginePoster
 from kvmesh.transfer.transports.shm import listen_unix, prefault
 from kvmesh.transfer.watcher import RingWatcher
 from kvmesh.transfer.wire import MAX_HELLO_BYTES, FrameSocket
@@ -78,6 +88,12 @@ class Visitor:
         the pidfd over."""
         self._pidfd = pidfd
         asyncio.get_running_loop().add_reader(pidfd, self.leave, "its process has exited")
+
+    def pidfd_copy(self) -> int:
+        """Of its process, the caller's to close. Raises Unavailable where it has gone."""
+        if self._pidfd < 0:
+            raise Unavailable("the engine has gone before it was registered")
+        return os.dup(self._pidfd)
 
     def leave(self, why: str) -> None:
         """Close. Idempotent."""
@@ -273,7 +289,7 @@ class EngineServer:
                 opened.append(Region.adopt(fds.pop(1), nbytes, kind))
             doorbell, ring = opened
             for info in hello.regions:
-                opened.append(Region.adopt(fds.pop(2), info.nbytes, info.group))
+                opened.append(adopt_region(fds.pop(2), info))
             eventfd = fds[1]
             os.set_blocking(eventfd, False)
             visitor.watch(fds.pop(0))
@@ -282,7 +298,8 @@ class EngineServer:
                 timeout_s = self._sidecar.options.rank_join_s
                 seats = await self._lobby.gather(name, shape, others, visitor.closed, timeout_s)
             regions = [*opened[2:], *(region for seat in seats for region in seat.regions)]
-            if any(name in self._sidecar.transports for name in ("shm", "fake")):
+            mapped = all(region.mapped for region in regions)
+            if mapped and any(name in self._sidecar.transports for name in ("shm", "fake")):
                 await asyncio.to_thread(prefault, regions, write=False)
             doorbells = [doorbell, *(seat.doorbell for seat in seats if seat.doorbell is not None)]
             watcher = RingWatcher(ring, doorbells, eventfd)
@@ -302,14 +319,25 @@ class EngineServer:
                 hello.incarnation,
                 shape.layout,
                 [
-                    pb.RegionInfo(group=i.group, rank=i.rank, nbytes=i.nbytes, key=secrets.randbits(63) | 1)
+                    pb.RegionInfo(
+                        group=i.group,
+                        rank=i.rank,
+                        nbytes=i.nbytes,
+                        key=secrets.randbits(63) | 1,
+                        memory=i.memory,
+                        device=i.device,
+                    )
                     for i in (*hello.regions, *(info for seat in seats for info in seat.infos))
                 ],
                 regions,
                 shape.tails,
             )
+            if hello.posts:
+                memory.poster = EnginePoster(visitor.frames.send, visitor.pidfd_copy(), hello.posts)
             session = await self._attach(visitor, memory, watcher)
         except BaseException as error:
+            if memory.poster is not None:
+                memory.poster.lost()
             for region in opened[2:]:
                 region.close()
             _unseat(seats, error)
@@ -332,7 +360,10 @@ class EngineServer:
         transports = self._sidecar.transports.values()
         try:
             for transport in transports:
-                transport.register(memory)
+                fits, why = transport.fits(memory)
+                transport.unfit = "" if fits else why
+                if fits:
+                    transport.register(memory)
         except BaseException:
             watcher.close()
             for transport in transports:
@@ -360,7 +391,7 @@ class EngineServer:
                     region_keys=[info.key for info in memory.infos[: len(message.hello.regions)]],
                     heartbeat_s=options.heartbeat_s,
                     lease_s=options.lease_s,
-                    transports=[name for name, t in self._sidecar.transports.items() if t.status[0]],
+                    transports=[name for name, t in self._sidecar.transports.items() if t.ready[0]],
                     regions=memory.infos,
                 ),
             )

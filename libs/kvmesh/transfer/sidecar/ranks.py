@@ -24,6 +24,7 @@ from kvmesh.transfer.wire import PROTOCOL
 # Held at a time, over all engines that are on their way; each region is two descriptors.
 MAX_WAITING_RANKS = 64
 MAX_WAITING_REGIONS = 256
+MEMORY_KINDS = frozenset({"", "host", "cuda"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,8 @@ class EngineShape:
 class Seat:
     """A rank that has come. Its regions are the lobby's to close until it is taken, then the engine's memory's.
 
-    closed: the reason why its connection is over; leave(why) closes it. outcome: its keys once the engine is registered,
-    or why not.
+    closed: the reason why its connection is over; leave(why) closes it. outcome: its keys once the engine is
+    registered, or why not.
     """
 
     name: EngineName
@@ -108,11 +109,21 @@ def check_regions(infos: Sequence[pb.RegionInfo], shape: EngineShape, ranks: Ite
     wanted = {(name, rank) for name in sizes for rank in ranks}
     if {(info.group, info.rank) for info in infos} != wanted or len(infos) != len(wanted):
         raise InvalidArgument("hello: regions must be one per group and rank")
+    if len({info.memory or "host" for info in infos}) != 1 or not {info.memory for info in infos} <= MEMORY_KINDS:
+        raise InvalidArgument("hello: regions must be of one kind of memory, host or cuda")
     for info in infos:
         if info.nbytes != sizes[info.group]:
             raise InvalidArgument(
                 f"hello: region {info.group!r} has {info.nbytes} bytes, its layout {sizes[info.group]}"
             )
+
+
+def adopt_region(fd: int, info: pb.RegionInfo) -> Region:
+    """An engine's region: mapped where it is host memory, kept for passing on where it is a GPU's. Takes the descriptor
+    over. Raises InvalidArgument."""
+    if info.memory == "cuda":
+        return Region.hold(fd, info.nbytes, info.group)
+    return Region.adopt(fd, info.nbytes, info.group)
 
 
 def adopt_rank(hello: pb.RankHello, fds: list[int], closed: asyncio.Future[str], leave: Callable[[str], None]) -> Seat:
@@ -129,7 +140,7 @@ def adopt_rank(hello: pb.RankHello, fds: list[int], closed: asyncio.Future[str],
         if hello.doorbell_bytes:
             opened.append(Region.adopt(fds.pop(1), hello.doorbell_bytes, f"doorbell of rank {hello.rank}"))
         for info in hello.regions:
-            opened.append(Region.adopt(fds.pop(1), info.nbytes, info.group))
+            opened.append(adopt_region(fds.pop(1), info))
     except BaseException:
         for region in opened:
             region.close()

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,11 @@ from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.tail import TailBuffer
+
+if TYPE_CHECKING:
+    from kvmesh.transfer.transports.posted import EnginePoster
+
+HOST_MEMORY = "host"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +86,8 @@ class EngineMemory:
     infos: Sequence[pb.RegionInfo]
     regions: Sequence[Region]
     tails: tuple[TailBuffer, ...] = ()
+    # Where the engine writes by itself (nvlink).
+    poster: EnginePoster | None = None
 
     def index(self, group: str, rank: int) -> int:
         """Position of a region; raises KeyError."""
@@ -108,12 +115,28 @@ class Endpoint(NamedTuple):
     efa: pb.EfaEndpoint | None = None
 
 
+def memory_kind(memory: EngineMemory) -> str:
+    """`host` or `cuda`: what the engine's regions are."""
+    return next((info.memory for info in memory.infos if info.memory), HOST_MEMORY)
+
+
 Ask = Callable[[pb.DataHello], Awaitable[pb.DataHelloReply]]
 """Send a data hello over the control stream of a link and return its answer; bounded in time. Raises KvmeshError."""
 
 
 class Outbound(ABC):
-    """The writer's end of a link. Every method but the constructor is called on the mover's thread only."""
+    """The writer's end of a link. Every method but the constructor is called on the mover's thread only.
+
+    hands_over: a transfer is posted as ONE write of all its bytes, without rows, and the engine does the writing.
+    """
+
+    hands_over = False
+
+    def announce(self, immediate: int, transfer_id: int, request: pb.StartTransfer) -> None:  # noqa: B027
+        """On the loop: this transfer will be started next. What outbounds that hand over need of it."""
+
+    async def released(self) -> None:  # noqa: B027
+        """On the loop, after `close`: wait (bounded) until the peer's memory is let go of by whoever had it."""
 
     @abstractmethod
     def post(self, write: Write) -> None:
@@ -210,13 +233,19 @@ class Expected:
     on_joined: Callable[[Inbound, int | None], Awaitable[None]]
     on_ready: Callable[[], None]
     on_end: Callable[[str], None]
+    # Ranks of the source's engine, each of which may write.
+    source_ranks: int = field(default=1, kw_only=True)
     offer: pb.TransportOffer | None = None
 
 
 class Transport(ABC):
-    """One way of moving bytes, for the life of a sidecar. Lives on the asyncio loop."""
+    """One way of moving bytes, for the life of a sidecar. Lives on the asyncio loop.
+
+    unfit: why it cannot serve the engine that is registered (it has not been registered here then), "" where it can.
+    """
 
     name: str
+    unfit = ""
 
     @abstractmethod
     async def start(self) -> None:
@@ -234,6 +263,23 @@ class Transport(ABC):
     @abstractmethod
     def judge(self, offer: pb.TransportOffer) -> tuple[bool, str]:
         """Destination: (can be used with that writer, why or why not)."""
+
+    @property
+    def ready(self) -> tuple[bool, str]:
+        """`status`, or why not with the memory of the engine that is registered."""
+        return (False, self.unfit) if self.unfit else self.status
+
+    def fits(self, memory: EngineMemory) -> tuple[bool, str]:
+        """Whether this transport can read and write such memory, and why (not)."""
+        kind = memory_kind(memory)
+        return kind == HOST_MEMORY, f"does not reach {kind} memory" if kind != HOST_MEMORY else "host memory"
+
+    def reached(self, link_id: int, address: str) -> None:  # noqa: B027
+        """Writer, before `connect`: the control address of that link's destination."""
+
+    def holds(self, link_id: int) -> bool:
+        """Writer: True while somebody may still have the peer's memory of that link mapped."""
+        return False
 
     @abstractmethod
     def register(self, memory: EngineMemory) -> None:
