@@ -57,7 +57,7 @@ class Gateway:
         )
         self.routers = Routers(
             settings.routers,
-            open_channel=self._open_channel,
+            open_channel=self._open_router_channel,
             tasks=context.tasks,
             route_timeout_s=settings.route_timeout_ms / 1e3,
             silence_s=silence_s,
@@ -102,6 +102,10 @@ class Gateway:
 
     def _open_channel(self, address: str) -> MeshChannel:
         return open_inner_channel(address, self._settings, self._context.auth.token)
+
+    def _open_router_channel(self, address: str) -> MeshChannel:
+        """A report must reach the replica that decided, also where one name stands for several."""
+        return open_inner_channel(address, self._settings, self._context.auth.token, balance=False)
 
     def _on_load(self, link: WorkerLink) -> None:
         if len(self.queue):

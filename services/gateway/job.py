@@ -12,6 +12,7 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.auth import LOCAL_TENANT
 from kvmesh.rpc.limits import RequestLimits
 from services.gateway.output import worker_sampling
+from services.gateway.routers import Replica
 from services.gateway.tokenizers import ModelTokenizer
 
 
@@ -141,5 +142,6 @@ class Progress:
     failures: int = 0
     excluded: set[str] = field(default_factory=set)
     decision_id: str = ""
+    decided_by: Replica | None = None
     degraded: bool = False
     queued: bool = False

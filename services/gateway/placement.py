@@ -159,7 +159,7 @@ class Placer:
         for _ in range(MAX_ROUTES if len(self._routers) else 0):
             request = job.route_request(self._fleet.gateway_id, cache=cache, exclude=sorted(progress.excluded))
             try:
-                response = await self._routers.route(request, job.tenant)
+                response, decided_by = await self._routers.route(request, job.tenant)
             except NoRouter:
                 return None
             except (NotFound, Unavailable) as error:
@@ -168,7 +168,7 @@ class Placer:
                     log.info("the router names no worker for %s (%s), but one is connected", job.model, error.message)
                     return None
                 raise
-            progress.decision_id = response.decision_id
+            progress.decision_id, progress.decided_by = response.decision_id, decided_by
             if response.model and response.model != job.served and progress.attempt == 0:
                 # The alias stands for another model than we tokenized for: ask again, by that name.
                 await job.retarget(response.model)

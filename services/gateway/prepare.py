@@ -89,6 +89,9 @@ class Preparer:
             max_choices=self._rules.max_choices,
             max_tokens=principal.policy.max_tokens or None,
         )
+        if isinstance(request, pb.GenerateRequest) and request.WhichOneof("prompt") == "tokens":
+            # Before they are copied: a message has room for millions.
+            validate.check_prompt_length(len(request.tokens.ids), bounds)
         with tracing.span(names.SPAN_GATEWAY_TOKENIZE):
             token_ids = await self._tokenize(request, tokenizer)
         chat = isinstance(request, pb.ChatRequest)

@@ -366,7 +366,8 @@ class Request:
         await self._send(events.failed(error, self._usage))
 
     def _report(self, job: Job, observer: Observer, code: int, answer: router_pb2.CachedAnswer | None) -> None:
-        if self._progress.decision_id:
+        decided_by = self._progress.decided_by
+        if self._progress.decision_id and decided_by is not None:
             self._routers.report(
                 router_pb2.ReportRequest(
                     decision_id=self._progress.decision_id,
@@ -380,6 +381,7 @@ class Request:
                     total_ms=(self._loop.time() - self.started) * 1e3,
                 ),
                 job.tenant,
+                decided_by,
             )
 
 

@@ -37,7 +37,7 @@ class NoRouter(Unavailable):
 
 
 class Replica:
-    """One configured router address (which may itself resolve to several)."""
+    """One configured router address. Where it resolves to several, the channel stays with one that can be reached."""
 
     def __init__(self, address: str, channel: MeshChannel) -> None:
         self.address = address
@@ -77,8 +77,10 @@ class Routers:
         turned = [self._replicas[(start + i) % len(self._replicas)] for i in range(len(self._replicas))]
         return sorted(turned, key=lambda replica: replica.shunned_until > now)
 
-    async def route(self, request: router_pb2.RouteRequest, tenant: str) -> router_pb2.RouteResponse:
-        """A decision. NoRouter when none answers within the route timeout; else what a router refused it with.
+    async def route(self, request: router_pb2.RouteRequest, tenant: str) -> tuple[router_pb2.RouteResponse, Replica]:
+        """A decision and who made it: it alone can take the report.
+
+        NoRouter when none answers within the route timeout; else what a router refused it with.
 
         The timeout covers all replicas together: one that fails at once leaves the rest of it to the next.
         """
@@ -105,22 +107,22 @@ class Routers:
                 log.warning("router %s gave no decision: %s", replica.address, exc.code().name)
                 continue
             replica.shunned_until = 0.0
-            return response
+            return response, replica
         raise refusal if refusal is not None else NoRouter("no router answered in time")
 
-    def report(self, request: router_pb2.ReportRequest, tenant: str) -> None:
-        """Tell a replica how a request ended; in the background, once, and lost if it fails (by contract)."""
-        if not self._replicas or self._reports >= MAX_REPORTS_IN_FLIGHT:
+    def report(self, request: router_pb2.ReportRequest, tenant: str, decided_by: Replica) -> None:
+        """Tell the replica that decided how the request ended; in the background, once, and lost if it fails (by
+        contract). The others do not know the decision, and their load comes from the workers."""
+        if self._reports >= MAX_REPORTS_IN_FLIGHT:
             return
         try:
-            self._tasks.spawn(self._report(request, tenant), name="report", essential=False)
+            self._tasks.spawn(self._report(request, tenant, decided_by), name="report", essential=False)
         except RuntimeError:
             log.debug("closing: a report is dropped")
 
-    async def _report(self, request: router_pb2.ReportRequest, tenant: str) -> None:
+    async def _report(self, request: router_pb2.ReportRequest, tenant: str, replica: Replica) -> None:
         self._reports += 1
         try:
-            replica = self._order()[0]
             await replica.stub.Report(request, timeout=REPORT_TIMEOUT_S, metadata=tenant_metadata(tenant))
         except grpc.aio.AioRpcError as exc:
             log.info("report of %s was lost: %s", request.request_id, exc.code().name)

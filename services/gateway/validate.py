@@ -99,15 +99,20 @@ def check_prompt_text(text: str, max_bytes: int) -> None:
         raise TooLarge(f"the prompt is larger than {max_bytes} bytes", details={"field": "prompt"})
 
 
-def check_token_ids(ids: Sequence[int], bounds: Bounds, *, field: str = "prompt") -> None:
-    """A prompt's tokens: at least one, all in the vocabulary, and room for one token of output."""
-    if not ids:
+def check_prompt_length(count: int, bounds: Bounds, *, field: str = "prompt") -> None:
+    """A prompt has at least one token, and leaves room for one token of output."""
+    if not count:
         raise bad(field, "is empty")
     longest = bounds.max_model_len - 1
     if bounds.max_prompt_tokens:
         longest = min(longest, bounds.max_prompt_tokens)
-    if len(ids) > longest:
-        raise bad(field, f"has {len(ids)} tokens; at most {longest} are allowed")
+    if count > longest:
+        raise bad(field, f"has {count} tokens; at most {longest} are allowed")
+
+
+def check_token_ids(ids: Sequence[int], bounds: Bounds, *, field: str = "prompt") -> None:
+    """A prompt's tokens: as many as may be, all in the vocabulary."""
+    check_prompt_length(len(ids), bounds, field=field)
     highest = max(ids)
     if highest >= bounds.vocab_size:
         raise bad(field, f"token id {highest} is outside the vocabulary of {bounds.vocab_size}")

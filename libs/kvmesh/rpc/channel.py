@@ -25,7 +25,8 @@ from kvmesh.telemetry import tracing
 
 DEFAULT_TIMEOUT_S = 5.0
 MAX_METADATA_BYTES = 32 * 1024
-_SERVICE_CONFIG = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
+_ROUND_ROBIN = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
+_STAY_WITH_ONE = json.dumps({"loadBalancingConfig": [{"pick_first": {"shuffleAddressList": True}}]})
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -71,7 +72,7 @@ def resolve_target(address: str | Sequence[str]) -> str:
 
 
 def _options(
-    max_message_bytes: int, keepalive_s: float, use_proxy: bool, server_name: str | None
+    max_message_bytes: int, keepalive_s: float, use_proxy: bool, server_name: str | None, balance: bool
 ) -> list[tuple[str, Any]]:
     options: list[tuple[str, Any]] = [
         ("grpc.max_send_message_length", max_message_bytes),
@@ -83,7 +84,7 @@ def _options(
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.service_config", _SERVICE_CONFIG),
+        ("grpc.service_config", _ROUND_ROBIN if balance else _STAY_WITH_ONE),
         # A restarted peer is found again within a second or two, not after gRPC's default backoff of up to 120 s.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2_000),
@@ -198,14 +199,17 @@ def open_channel(
     keepalive_s: float = 20.0,
     server_name: str | None = None,
     use_proxy: bool = False,
+    balance: bool = True,
 ) -> MeshChannel:
     """Open a channel (it connects on first use) with client-side round robin over all addresses behind `address`.
+
+    Without `balance` it stays with one of them, drawn by lot, for as long as that one can be reached.
 
     `tls` with `ca` or a certificate set means TLS, else plaintext; `server_name` overrides the name that is verified.
     `default_timeout_s` is the deadline of unary calls that are given no `timeout`.
     """
     target = resolve_target(address)
-    options = _options(max_message_bytes, keepalive_s, use_proxy, server_name)
+    options = _options(max_message_bytes, keepalive_s, use_proxy, server_name, balance)
     if tls is not None and tls.connects_tls:
         inner = grpc.aio.secure_channel(target, channel_credentials(tls), options=options)
     else:
@@ -219,6 +223,7 @@ def open_inner_channel(
     token: MeshToken | None = None,
     *,
     default_timeout_s: float = DEFAULT_TIMEOUT_S,
+    balance: bool = True,
 ) -> MeshChannel:
     """`open_channel` to another service of the mesh with this service's certificates, limits and mesh token."""
     return open_channel(
@@ -228,4 +233,5 @@ def open_inner_channel(
         default_timeout_s=default_timeout_s,
         max_message_bytes=settings.max_message_bytes,
         keepalive_s=settings.keepalive_s,
+        balance=balance,
     )

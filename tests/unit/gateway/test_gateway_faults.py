@@ -503,6 +503,22 @@ async def test_a_second_replica_answers_for_a_dead_one(world: World) -> None:
     assert len(alive.routes.items) == 3
 
 
+@pytest.mark.parametrize("one_name", [False, True], ids=["two addresses", "one name"])
+async def test_the_replica_that_decided_gets_the_report(world: World, one_name: bool) -> None:
+    """The other one does not know the decision: the answer would not be remembered."""
+    await world.worker()
+    routers = [await world.router(), await world.router()]
+    addresses = [router.address for router in routers]
+    await world.start(routers=[f"ipv4:{','.join(addresses)}"] if one_name else addresses)
+    for _ in range(6):
+        assert not (await world.ask())[-1].finished.served.degraded
+    await world.until(lambda: sum(len(router.reports.items) for router in routers) == 6)
+    for router in routers:
+        decided = [f"decision-{request.request_id}" for request in router.routes.items]
+        assert sorted(report.decision_id for report in router.reports.items) == sorted(decided)
+        assert one_name or len(decided) == 3
+
+
 async def test_a_router_that_knows_less_than_the_frames_is_overruled(world: World) -> None:
     await world.worker()
     router = await world.router()

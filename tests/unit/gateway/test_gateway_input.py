@@ -12,6 +12,7 @@ import pytest
 from gateway_world import World, end_of, rest, text_of
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.status import from_rpc_error
+from services.gateway.prepare import Preparer
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,22 @@ async def test_generate_takes_text_and_tokens(world: World) -> None:
         assert events[0].accepted.model == "scripted"
     # In a raw prompt, control tokens are what they say.
     assert [list(request.token_ids) for request in worker.submits.items] == [[104, 105, 257]] * 2
+
+
+async def test_too_many_token_ids_are_refused_before_they_are_copied(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message has room for millions of them; a list of so many costs a hundred megabytes and stops the loop."""
+    await world.worker(max_model_len=1024)
+    await world.start(static=True)
+    monkeypatch.setattr(Preparer, "_tokenize", lambda *_: pytest.fail("copied"))
+    for count in (0, 1024, 3_000_000):
+        request = pb.GenerateRequest(model="scripted", tokens=pb.TokenIds(ids=[1] * count))
+        error = await end_of(world.stub.Generate(request, timeout=60))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert ("is empty" if not count else f"has {count} tokens; at most 1023") in from_rpc_error(error).message
+    monkeypatch.undo()
+    assert text_of(await world.ask()) == "hello"
 
 
 async def test_control_tokens_in_a_message_are_text(world: World) -> None:
