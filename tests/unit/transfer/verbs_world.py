@@ -12,6 +12,7 @@ from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.transports.base import Completion, EngineMemory, Expected, Inbound, Write
 from kvmesh.transfer.transports.verbs import VerbsOptions, VerbsTransport
+from kvmesh.transfer.transports.verbs.inbound import VerbsInbound
 from kvmesh.transfer.transports.verbs.outbound import VerbsOutbound
 from kvmesh.transfer.transports.verbs.stub import StubNetwork
 
@@ -48,42 +49,17 @@ class End:
         self.memory.regions[0].close()
 
 
-class Link:
-    """A link between two ends."""
+class PairOfEnds:
+    """What a link of any kind of RDMA has in tests. drain and so on want a network that does not hold."""
 
-    def __init__(self, source: End, target: End, link_id: int = 1) -> None:
+    def __init__(self, source: Any, target: Any, link_id: int = 1) -> None:
         self.source, self.target, self.link_id = source, target, link_id
-        self.inbound: Inbound | None = None
-        self.outbound: VerbsOutbound
+        self.inbound: Any = None
+        self.outbound: Any
         self.received: dict[int, int] = {}
         self.arrivals = 0
         self.ended: list[str] = []
         self._context = 0
-
-    async def open(
-        self,
-        change: Callable[[pb.PeerHelloReply], None] | None = None,
-        change_hello: Callable[[pb.DataHello], None] | None = None,
-    ) -> Link:
-        expected = Expected(self.link_id, "writer", self._joined, self.take, self.ended.append)
-        endpoint = self.target.transport.expect(expected)
-        reply = pb.PeerHelloReply(link_id=self.link_id, regions=self.target.memory.infos, token=endpoint.token)
-        reply.verbs.CopyFrom(endpoint.verbs)
-        if change is not None:
-            change(reply)
-
-        async def ask(hello: pb.DataHello) -> pb.DataHelloReply:
-            if change_hello is not None:
-                change_hello(hello)
-            return await self.target.transport.join(pb.DataHello.FromString(hello.SerializeToString()))
-
-        outbound = await self.source.transport.connect_over(ask, reply, "writer", 5.0)
-        assert isinstance(outbound, VerbsOutbound)
-        self.outbound = outbound
-        return self
-
-    async def _joined(self, inbound: Inbound, pidfd: int | None) -> None:
-        self.inbound = inbound
 
     def take(self) -> None:
         assert self.inbound is not None
@@ -113,6 +89,41 @@ class Link:
         self.outbound.close()
         if self.inbound is not None:
             await self.inbound.fence()
+
+
+class Link(PairOfEnds):
+    """A link between two ends."""
+
+    source: End
+    target: End
+    inbound: VerbsInbound | None
+    outbound: VerbsOutbound
+
+    async def open(
+        self,
+        change: Callable[[pb.PeerHelloReply], None] | None = None,
+        change_hello: Callable[[pb.DataHello], None] | None = None,
+    ) -> Link:
+        expected = Expected(self.link_id, "writer", self._joined, self.take, self.ended.append)
+        endpoint = self.target.transport.expect(expected)
+        reply = pb.PeerHelloReply(link_id=self.link_id, regions=self.target.memory.infos, token=endpoint.token)
+        reply.verbs.CopyFrom(endpoint.verbs)
+        if change is not None:
+            change(reply)
+
+        async def ask(hello: pb.DataHello) -> pb.DataHelloReply:
+            if change_hello is not None:
+                change_hello(hello)
+            return await self.target.transport.join(pb.DataHello.FromString(hello.SerializeToString()))
+
+        outbound = await self.source.transport.connect_over(ask, reply, "writer", 5.0)
+        assert isinstance(outbound, VerbsOutbound)
+        self.outbound = outbound
+        return self
+
+    async def _joined(self, inbound: Inbound, pidfd: int | None) -> None:
+        assert isinstance(inbound, VerbsInbound)
+        self.inbound = inbound
 
 
 def randomize(end: End, seed: int) -> None:
