@@ -89,6 +89,7 @@ class WorkerInfo(_message.Message):
     MAX_BATCH_FIELD_NUMBER: _builtins.int
     TOTAL_PAGES_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    KV_FINGERPRINT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name (host and role); the same after a restart."""
     incarnation: _builtins.int
@@ -104,7 +105,7 @@ class WorkerInfo(_message.Message):
     page_size: _builtins.int
     """Tokens of a KV page."""
     layout_fingerprint: _builtins.bytes
-    """Layouts with equal fingerprints can exchange pages."""
+    """Layouts with equal fingerprints can exchange pages as they are."""
     max_model_len: _builtins.int
     architecture: _builtins.str
     dtype: _builtins.str
@@ -114,6 +115,8 @@ class WorkerInfo(_message.Message):
     max_batch: _builtins.int
     """Most sequences in one step."""
     total_pages: _builtins.int
+    kv_fingerprint: _builtins.bytes
+    """KV layouts with equal ones can exchange tokens, whatever their page sizes and tp; empty: as layout_fingerprint says."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -137,10 +140,11 @@ class WorkerInfo(_message.Message):
         max_batch: _builtins.int = ...,
         total_pages: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        kv_fingerprint: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "architecture", b"architecture", "base_seed", b"base_seed", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "kvtransfer_address", b"kvtransfer_address", "layout_fingerprint", b"layout_fingerprint", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "page_size", b"page_size", "revision", b"revision", "role", b"role", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "total_pages", b"total_pages", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "architecture", b"architecture", "base_seed", b"base_seed", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "kvtransfer_address", b"kvtransfer_address", "layout_fingerprint", b"layout_fingerprint", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "page_size", b"page_size", "revision", b"revision", "role", b"role", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "total_pages", b"total_pages", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
