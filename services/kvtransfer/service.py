@@ -80,6 +80,10 @@ async def build(context: ServiceContext[KvTransferSettings]) -> KvTransferServic
         max_slots=settings.max_slots,
         tcp_host=settings.tcp_listen_host,
         tcp_advertise=_advertised_host(settings),
+        tcp_streams=settings.tcp_streams,
+        tcp_checksums=settings.tcp_checksums,
+        copy_threads=settings.copy_threads,
+        doorbell=settings.doorbell,
         fake_faults=settings.fake_faults,
         pin_threads=settings.pin_threads,
         verbs=VerbsOptions(

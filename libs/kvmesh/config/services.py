@@ -272,7 +272,7 @@ class KvTransferSettings(ServiceSettings):
     transports: NameList = Field(
         default=["shm", "tcp"],
         min_length=1,
-        description="Transports in order of preference: shm, tcp, fake, verbs, efa.",
+        description="Transports in order of preference: shm, tcp, fake, verbs, efa, nvlink.",
     )
     heartbeat_s: float = Field(default=1.0, gt=0, le=60, description="Seconds between heartbeats of peers.")
     lease_s: float = Field(
@@ -286,6 +286,18 @@ class KvTransferSettings(ServiceSettings):
     )
     tcp_listen_host: str = Field(
         default="127.0.0.1", min_length=1, description="Host on which the tcp transport listens."
+    )
+    tcp_streams: int = Field(
+        default=0, ge=0, le=16, description="Streams of a tcp link, as far as its peer agrees; 0: by cores."
+    )
+    tcp_checksums: bool = Field(
+        default=False, description="Every write of the tcp transport carries a checksum; one end's wish is enough."
+    )
+    copy_threads: int = Field(
+        default=0, ge=0, le=8, description="Threads that copy (shm) and send (tcp) for all links; 0: by cores."
+    )
+    doorbell: Literal["auto", "sleep", "yield", "spin"] = Field(
+        default="auto", description="How the next layer is waited for: see the watcher; auto goes by cores."
     )
     max_slots: int = Field(
         default=1024, ge=1, le=4096, description="Transfers open at a time (12 bits of the immediate)."
@@ -314,9 +326,9 @@ class KvTransferSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> KvTransferSettings:
-        unknown = sorted(set(self.transports) - {"shm", "tcp", "fake", "verbs", "efa"})
+        unknown = sorted(set(self.transports) - {"shm", "tcp", "fake", "verbs", "efa", "nvlink"})
         if unknown:
-            raise ValueError(f"unknown transport {unknown[0]!r}; known: shm, tcp, fake, verbs, efa")
+            raise ValueError(f"unknown transport {unknown[0]!r}; known: shm, tcp, fake, verbs, efa, nvlink")
         if len(set(self.transports)) != len(self.transports):
             raise ValueError("a transport is named twice")
         if self.lease_s <= self.heartbeat_s:

@@ -39,13 +39,13 @@ class Rig:
         for sock in (ours, theirs):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         self.raw = ours
-        self.out = TcpOutbound(ours, [self.source])
+        self.out = TcpOutbound([ours], [self.source])
         info = pb.RegionInfo(group="main", rank=0, nbytes=size, key=1)
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         expected = Expected(1, "peer", self.joined, lambda: None, self.ended.set_result)
-        self.inbound = TcpInbound(theirs, EngineMemory("e", 1, LAYOUT, [info], [self.target]), expected)
+        self.inbound = TcpInbound(EngineMemory("e", 1, LAYOUT, [info], [self.target]), expected)
         self.inbound.grant(IMMEDIATE, GrantedPages({0: np.asarray(GRANTED, dtype=np.int64)}))
-        self.inbound.begin()
+        self.inbound.add(theirs)
         self.completions: list[Completion] = []
 
     async def joined(self, *_: object) -> None: ...

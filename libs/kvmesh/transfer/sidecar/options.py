@@ -13,6 +13,7 @@ from kvmesh.transfer.topology import SYSFS
 from kvmesh.transfer.transports.base import Transport
 from kvmesh.transfer.transports.efa import EfaOptions, EfaTransport
 from kvmesh.transfer.transports.faulty import FakeTransport
+from kvmesh.transfer.transports.nvlink import NvlinkTransport
 from kvmesh.transfer.transports.shm import ShmTransport
 from kvmesh.transfer.transports.tcp import TcpTransport
 from kvmesh.transfer.transports.verbs import VerbsOptions, VerbsTransport
@@ -22,7 +23,7 @@ from kvmesh.transfer.transports.verbs import VerbsOptions, VerbsTransport
 class SidecarOptions:
     """Times in seconds. rank_join_s: how long leader and ranks of an engine wait for one another. open_channel: a
     gRPC channel to another sidecar's control address. tcp_advertise: the host that writers connect to, "" = `tcp_host`,
-    or this machine's name where that is any."""
+    or this machine's name where that is any. tcp_streams, copy_threads: 0 = by cores. doorbell: see the watcher."""
 
     sidecar_id: str
     engine_socket: Path
@@ -35,6 +36,10 @@ class SidecarOptions:
     max_slots: int = MAX_SLOTS
     tcp_host: str = "127.0.0.1"
     tcp_advertise: str = ""
+    tcp_streams: int = 0
+    tcp_checksums: bool = False
+    copy_threads: int = 0
+    doorbell: str = "auto"
     fake_faults: Path | None = None
     verbs: VerbsOptions | None = None
     efa: EfaOptions | None = None
@@ -46,11 +51,19 @@ def make_transport(name: str, options: SidecarOptions) -> Transport:
     """The transport of that name. Raises FailedPrecondition for one that this build does not have."""
     beside = options.engine_socket
     if name == "shm":
-        return ShmTransport(beside.with_name(beside.name + ".shm"))
+        return ShmTransport(beside.with_name(beside.name + ".shm"), options.copy_threads)
     if name == "fake":
         return FakeTransport(beside.with_name(beside.name + ".fake"), options.fake_faults)
     if name == "tcp":
-        return TcpTransport(options.tcp_host, options.tcp_advertise)
+        return TcpTransport(
+            options.tcp_host,
+            options.tcp_advertise,
+            streams=options.tcp_streams,
+            checksums=options.tcp_checksums,
+            threads=options.copy_threads,
+        )
+    if name == "nvlink":
+        return NvlinkTransport(beside.with_name(beside.name + ".nvlink"))
     if name == "verbs":
         return VerbsTransport(options.verbs)
     if name == "efa":

@@ -1,0 +1,98 @@
+"""Compiles a C++ source of ours with the machine's own compiler, once, into the user's cache.
+
+No compiler, a compiler that fails or `KVMESH_NATIVE=0` is no error: the caller gets the reason and does without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+_TIMEOUT_S = 180
+_log = logging.getLogger(__name__)
+
+
+class NativeUnavailable(Exception):
+    """Why there is no native code on this machine."""
+
+
+def _cache_dir() -> Path:
+    try:
+        base = os.environ.get("KVMESH_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:  # a user without a home, as containers have
+        raise NativeUnavailable(f"no place for native code: {error}") from None
+    path = Path(base) / "kvmesh" / "native"
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # A library that others may write must not be loaded.
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise NativeUnavailable(f"{path} belongs to or is writable by others")
+    return path
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise NativeUnavailable("no C++ compiler")
+
+
+def _cpu() -> str:
+    """What -march=native depends on: a cache shared by machines must not hand one the other's code."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailable(f"{command[0]}: {error}") from None
+    if done.returncode:
+        raise NativeUnavailable(f"{command[0]} failed: {done.stderr.strip()[-400:]}")
+    return done.stdout
+
+
+def _compile(source: Path, flags: Sequence[str], *, again: bool = False) -> Path:
+    """The library, from the cache unless `again`."""
+    compiler, cache = _compiler(), _cache_dir()
+    identity = "\0".join([source.read_text(encoding="utf-8"), _run([compiler, "--version"]), _cpu(), *flags])
+    target = cache / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+    if target.exists() and not again:
+        return target
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        library = Path(scratch) / "built.so"
+        _run([compiler, *flags, "-shared", str(source), "-o", str(library)])
+        # On disk before it has its name: after a power cut the name must not stand for half a file.
+        with library.open("rb") as file:
+            os.fsync(file.fileno())
+        # Atomic: processes that start together may all compile, none sees half a file.
+        library.replace(target)
+    _log.info("native code compiled", extra={"path": str(target)})
+    return target
+
+
+def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
+    """Compile where needed, and load. Blocks for seconds the first time. NativeUnavailable says why not."""
+    if os.environ.get("KVMESH_NATIVE", "1") == "0":
+        raise NativeUnavailable("switched off by KVMESH_NATIVE=0")
+    try:
+        path = _compile(source, flags)
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            _log.warning("compiling %s again: %s", source.name, error)
+            return ctypes.CDLL(str(_compile(source, flags, again=True)))
+    except OSError as error:
+        raise NativeUnavailable(f"cannot load {source.name}: {error}") from None
