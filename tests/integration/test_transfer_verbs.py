@@ -1,4 +1,4 @@
-"""The verbs transport in sidecars: over a fake of pyverbs in this process, and where there is no device."""
+"""The RDMA transports in sidecars: over fakes of pyverbs in this process, and where there is no device."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from kvmesh.proto.v1 import kvtransfer_pb2_grpc
 from kvmesh.rpc import MeshChannel
 from kvmesh.transfer.sidecar import Sidecar, SidecarOptions
 from kvmesh.transfer.sidecar import sidecar as sidecar_module
+from kvmesh.transfer.transports.efa import EfaOptions, EfaTransport
+from kvmesh.transfer.transports.efa.stub import UNRESPONSIVE, EfaStubNetwork
 from kvmesh.transfer.transports.verbs import VerbsOptions, VerbsTransport
 from kvmesh.transfer.transports.verbs.shim import load
 from kvmesh.transfer.transports.verbs.stub import RETRY_EXCEEDED, StubNetwork
@@ -29,13 +31,13 @@ SRC, DST = [5, 6, 7, 20, 3, 9], [40, 41, 2, 30, 31, 32]
 class Here:
     """A sidecar in the test's own process; to an Engine it looks like a SidecarProcess."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, transport: str) -> None:
         self.socket = folder / f"{name}.sock"
         options = SidecarOptions(
             name,
             self.socket,
             lambda address: MeshChannel(grpc.aio.insecure_channel(address), address, None, 5.0),
-            transports=("verbs",),
+            transports=(transport,),
             heartbeat_s=0.2,
             lease_s=2.0,
         )
@@ -56,12 +58,17 @@ class Here:
         await self.server.stop(0)
 
 
-@pytest.fixture
-async def network(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StubNetwork]:
-    made = StubNetwork()
+@pytest.fixture(params=["verbs", "efa"])
+async def network(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[StubNetwork | EfaStubNetwork]:
+    made = StubNetwork() if request.param == "verbs" else EfaStubNetwork()
 
-    def make(name: str, options: Any) -> VerbsTransport:
-        return VerbsTransport(VerbsOptions(polling="events", qps=2, receives=4, run_rows=2), made.api())
+    def make(name: str, options: Any) -> VerbsTransport | EfaTransport:
+        assert name == request.param
+        if isinstance(made, StubNetwork):
+            return VerbsTransport(VerbsOptions(polling="events", qps=2, receives=4, run_rows=2), made.api())
+        return EfaTransport(EfaOptions(polling="events", receives=5, send_depth=8, batch=2), made.api())
 
     monkeypatch.setattr(sidecar_module, "make_transport", make)
     yield made
@@ -70,16 +77,22 @@ async def network(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StubNetwork]
 
 
 @pytest.fixture
-async def pair(tmp_path: Path, network: StubNetwork) -> AsyncIterator[tuple[Here, Here]]:
-    a, b = await Here("src", tmp_path).start(), await Here("dst", tmp_path).start()
+async def pair(tmp_path: Path, network: StubNetwork | EfaStubNetwork) -> AsyncIterator[tuple[Here, Here]]:
+    name = "verbs" if isinstance(network, StubNetwork) else "efa"
+    a, b = await Here("src", tmp_path, name).start(), await Here("dst", tmp_path, name).start()
     yield a, b
     network.hold = False
     await a.close()
     await b.close()
 
 
-async def test_layer_by_layer_failure_and_again(pair: tuple[Here, Here], network: StubNetwork) -> None:
+async def test_layer_by_layer_failure_and_again(pair: tuple[Here, Here], network: StubNetwork | EfaStubNetwork) -> None:
     a, b = pair
+    name, failure, device = (
+        ("verbs", RETRY_EXCEEDED, "stub0 port 1 gid 2")
+        if isinstance(network, StubNetwork)
+        else ("efa", UNRESPONSIVE, "efa0 port 1 gid 0")
+    )
     layout = make_layout()
     source = await Engine("p", a, layout).connect()  # type: ignore[arg-type]
     target = await Engine("d", b, make_layout(num_pages=48)).connect()  # type: ignore[arg-type]
@@ -90,7 +103,7 @@ async def test_layer_by_layer_failure_and_again(pair: tuple[Here, Here], network
     async def move() -> None:
         slot = await target.open(DST)
         transfer = await soon(source.client.start_transfer(target.describe(slot, DST), {"main": SRC}, ready_pages=2))
-        assert transfer.transport == "verbs"
+        assert transfer.transport == name
         source.step(transfer, 2, 3)
         source.client.send_pages(transfer, 5, 1)
         assert (await soon(slot.completed)).bytes == slot.expected_bytes
@@ -99,10 +112,10 @@ async def test_layer_by_layer_failure_and_again(pair: tuple[Here, Here], network
 
     await move()
     # A request fails: the generation fails on both sides, its pages come back, and the next link is a new one.
-    network.fail_status, network.fail_after = RETRY_EXCEEDED, 5
+    network.fail_status, network.fail_after = failure, 5
     slot = await target.open(DST)
     transfer = await soon(source.client.start_transfer(target.describe(slot, DST), {"main": SRC}, ready_pages=6))
-    with pytest.raises(TransferFailed, match=f"status {RETRY_EXCEEDED}"):
+    with pytest.raises(TransferFailed, match=f"status {failure}"):
         await soon(transfer.done)
     with pytest.raises(TransferFailed):
         await soon(slot.completed)
@@ -128,7 +141,7 @@ async def test_layer_by_layer_failure_and_again(pair: tuple[Here, Here], network
     status = b.sidecar.status()
     assert status.counters.slots_completed == 3
     assert status.slots_open == 0
-    assert status.transports[0].reason == "stub0 port 1 gid 2, completion channels"
+    assert status.transports[0].reason == f"{device}, completion channels"
     # The engines go: links are fenced, and nothing is left registered (see the fixture).
     await target.close()
     await source.close()
@@ -143,11 +156,13 @@ async def test_no_device_no_verbs_and_the_reason_is_told(tmp_path: Path) -> None
     except Exception:
         # pyverbs is there, and finds none.
         pass
-    async with sidecars(tmp_path, "--transports=verbs,shm") as (a, b):
+    async with sidecars(tmp_path, "--transports=efa,verbs,shm") as (a, b):
         for process in (a, b):
-            verbs, shm = (await process.status()).transports
+            efa, verbs, shm = (await process.status()).transports
+            assert (efa.name, efa.usable) == ("efa", False)
             assert (verbs.name, verbs.usable, shm.usable) == ("verbs", False, True)
-            assert "pyverbs" in verbs.reason or "no RDMA device" in verbs.reason
+            for each in (efa, verbs):
+                assert "pyverbs" in each.reason or "no RDMA device" in each.reason
         source = await Engine("p", a, make_layout()).connect()
         target = await Engine("d", b, make_layout()).connect()
         slot = await target.open(DST)
