@@ -175,4 +175,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    # At once: an orderly end of interpreter and torch takes seconds on a busy machine, and the leader waits.
+    os._exit(status)

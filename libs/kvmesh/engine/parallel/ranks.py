@@ -106,8 +106,8 @@ class RankGroup:
                 listener(told)
         return Unavailable(told)
 
-    def collective_failed(self, reason: str) -> KvmeshError:
-        """`fail`, unless a rank turns out to be gone: the collective then failed because of it."""
+    def broken(self, reason: str) -> KvmeshError:
+        """`fail`, unless a rank turns out to be gone: what failed then failed because of it."""
         self._lost.wait(_REAP_S)
         return self.fail(reason)
 
@@ -118,7 +118,7 @@ class RankGroup:
             try:
                 send_frame(member.sock, kind, body)
             except OSError as error:
-                raise self.fail(f"rank {member.rank} takes no message: {error.strerror or error}") from error
+                raise self.broken(f"rank {member.rank} takes no message: {error.strerror or error}") from error
 
     def note(self, kind: Kind, note: Mapping[str, Any]) -> None:
         """`send` with a JSON object."""
@@ -131,7 +131,7 @@ class RankGroup:
             try:
                 send_frame(member.sock, Kind.SETUP, json.dumps({**note, "rank": member.rank}).encode())
             except OSError as error:
-                raise self.fail(f"rank {member.rank} takes no message: {error.strerror or error}") from error
+                raise self.broken(f"rank {member.rank} takes no message: {error.strerror or error}") from error
 
     def gather(self, kind: Kind, timeout_s: float) -> list[Frame]:
         """The next frame of every rank, by rank. Raises Unavailable, after which the group is lost."""

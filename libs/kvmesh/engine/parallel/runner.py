@@ -118,7 +118,7 @@ class ParallelRunner:
             step = shard.compute(batch, plan, on_layer)
         except BaseException as error:
             reason = error.message if isinstance(error, KvmeshError) else repr(error)
-            raise ranks.collective_failed(f"rank 0 failed in step {batch.step}: {reason}") from error
+            raise ranks.broken(f"rank 0 failed in step {batch.step}: {reason}") from error
         ranks.gather(Kind.DONE, self._timeout_s)
         return shard.sample(batch, step)
 
