@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvmesh.cli.tls import PLAINTEXT, Secure
 from kvmesh.client import Client
 from kvmesh.errors import KvmeshError
 from kvmesh.proto.v1 import inference_pb2 as pb
@@ -27,13 +28,14 @@ async def ask(
     api_key: str = "",
     sampling: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
+    secure: Secure = PLAINTEXT,
 ) -> int:
     """Stream the answer to stdout and the summary to `console`. Returns 0 after a finished answer, else 1."""
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": question})
     try:
         async with (
-            Client(address, api_key=api_key or None) as client,
+            Client(address, api_key=api_key or None, tls=secure.tls, server_name=secure.server_name or None) as client,
             client.chat(messages, model=model, timeout_s=timeout_s, **dict(sampling or DEFAULT_SAMPLING)) as stream,
         ):
             async for event in stream:

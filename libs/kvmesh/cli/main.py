@@ -10,7 +10,10 @@ import typer
 from rich.console import Console
 
 from kvmesh import __version__
+from kvmesh.cli import tls
 from kvmesh.cli.state import read_state
+from kvmesh.cli.tls import Secure
+from kvmesh.errors import KvmeshError
 
 app = typer.Typer(
     name="kvmesh",
@@ -21,11 +24,22 @@ app = typer.Typer(
 )
 
 DEFAULT_GATEWAY = "127.0.0.1:8080"
+TlsCa = Annotated[str, typer.Option("--tls-ca", help=tls.CA_HELP, envvar=tls.CA_VARIABLE)]
+TlsCert = Annotated[str, typer.Option("--tls-cert", help=tls.CERT_HELP, envvar=tls.CERT_VARIABLE)]
+TlsKey = Annotated[str, typer.Option("--tls-key", help=tls.KEY_HELP, envvar=tls.KEY_VARIABLE)]
+TlsName = Annotated[str, typer.Option("--tls-server-name", help=tls.NAME_HELP, envvar=tls.NAME_VARIABLE)]
 
 
 def _fail(message: str) -> typer.Exit:
     Console(stderr=True).print(message, style="red", markup=False)
     return typer.Exit(2)
+
+
+def _secure(ca: str, cert: str, key: str, server_name: str) -> Secure:
+    try:
+        return Secure.of(ca, cert, key, server_name)
+    except KvmeshError as error:
+        raise _fail(error.message) from None
 
 
 @app.command()
@@ -105,6 +119,10 @@ def ask(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0 is greedy.")] = 0.0,
     api_key: Annotated[str, typer.Option(help="Bearer key.", envvar="KVMESH_API_KEY", show_default=False)] = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_server_name: TlsName = "",
 ) -> None:
     """Stream an answer and print how it was served."""
     from kvmesh.cli.ask import ask as run
@@ -113,18 +131,28 @@ def ask(
     target = address or (state.gateway if state else DEFAULT_GATEWAY)
     name = model or (state.model if state and not address else "auto")
     sampling = {"temperature": temperature, "max_tokens": max_tokens}
-    console = Console(stderr=True)
-    raise typer.Exit(
-        asyncio.run(
-            run(target, question, model=name, console=console, system=system, api_key=api_key, sampling=sampling)
-        )
+    secure = _secure(tls_ca, tls_cert, tls_key, tls_server_name)
+    work = run(
+        target,
+        question,
+        model=name,
+        console=Console(stderr=True),
+        system=system,
+        api_key=api_key,
+        sampling=sampling,
+        secure=secure,
     )
+    raise typer.Exit(asyncio.run(work))
 
 
 @app.command()
 def status(
     router: Annotated[str, typer.Option(help="Router; default: the mesh that runs here.", envvar="KVMESH_ROUTER")] = "",
     token_file: Annotated[str, typer.Option(help="File of the mesh token.", envvar="KVMESH_MESH_TOKEN_FILE")] = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_server_name: TlsName = "",
 ) -> None:
     """Show every worker, link and transport, and why each transport was chosen."""
     from kvmesh.cli.status import print_status
@@ -137,7 +165,8 @@ def status(
     console = Console()
     # Into a file or a pipe there is no edge of a screen to fold at.
     wide = console if console.is_terminal else Console(width=200)
-    raise typer.Exit(asyncio.run(print_status(target, token, wide)))
+    secure = _secure(tls_ca, tls_cert, tls_key, tls_server_name)
+    raise typer.Exit(asyncio.run(print_status(target, token, wide, secure)))
 
 
 @app.command()

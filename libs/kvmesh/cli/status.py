@@ -12,6 +12,8 @@ from rich.console import Console, Group
 from rich.table import Column, Table
 from rich.text import Text
 
+from kvmesh.cli.tls import PLAINTEXT, Secure
+from kvmesh.errors import KvmeshError
 from kvmesh.proto.v1 import engine_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, router_pb2, router_pb2_grpc
 from kvmesh.rpc.auth import MESH_TOKEN_KEY, MeshToken
 
@@ -32,10 +34,10 @@ def _token_metadata(token_file: str) -> tuple[tuple[str, str], ...]:
     return ((MESH_TOKEN_KEY, MeshToken(Path(token_file)).current()),)
 
 
-async def read_status(router: str, token_file: str = "") -> MeshStatus:
+async def read_status(router: str, token_file: str = "", secure: Secure = PLAINTEXT) -> MeshStatus:
     """Ask the router for its fleet and each worker's sidecar for its links. Raises grpc.aio.AioRpcError."""
     metadata = _token_metadata(token_file)
-    async with grpc.aio.insecure_channel(router) as channel:
+    async with secure.channel(router) as channel:
         watch = router_pb2_grpc.RouterStub(channel).Watch(
             router_pb2.WatchRequest(watcher_id="kvmesh-status"), timeout=TIMEOUT_S, metadata=metadata
         )
@@ -48,7 +50,7 @@ async def read_status(router: str, token_file: str = "") -> MeshStatus:
 
     async def sidecar(address: str) -> kvtransfer_pb2.GetStatusResponse | None:
         with contextlib.suppress(grpc.aio.AioRpcError):
-            async with grpc.aio.insecure_channel(address) as channel:
+            async with secure.channel(address) as channel:
                 stub = kvtransfer_pb2_grpc.KvTransferStub(channel)
                 reply: kvtransfer_pb2.GetStatusResponse = await stub.GetStatus(
                     kvtransfer_pb2.GetStatusRequest(), timeout=TIMEOUT_S, metadata=metadata
@@ -138,14 +140,17 @@ def render(status: MeshStatus) -> Group:
     return Group(workers, links, transports, line)
 
 
-async def print_status(router: str, token_file: str, console: Console) -> int:
-    """Print the status; 1 when the router does not answer, 2 when the token file is unusable."""
+async def print_status(router: str, token_file: str, console: Console, secure: Secure = PLAINTEXT) -> int:
+    """Print the status; 1 when the router does not answer, 2 when the token file or a certificate is unusable."""
     try:
-        console.print(render(await read_status(router, token_file)))
+        console.print(render(await read_status(router, token_file, secure)))
     except grpc.aio.AioRpcError as error:
         console.print(Text(f"router at {router}: {error.code().name}: {error.details()}", style="red"))
         return 1
     except (OSError, ValueError) as error:
         console.print(Text(f"mesh token: {error}", style="red"))
+        return 2
+    except KvmeshError as error:
+        console.print(Text(error.message, style="red"))
         return 2
     return 0
