@@ -248,8 +248,11 @@ class Placer:
             and member.info.state == engine_pb2.WORKER_STATE_SERVING
             and member.info.kvtransfer_address
             and (member.info.model, member.info.revision) == (info.model, info.revision)
-            and member.info.layout_fingerprint == info.layout_fingerprint
+            and _same_kv(member.info, info)
         ]
+        # Pages of another size are slow: only where there are no others.
+        equal = [member for member in fitting if member.info.page_size == info.page_size]
+        fitting = equal or fitting
         picked = self._rng.sample(fitting, min(PREFILL_TARGETS, len(fitting)))
         head = sorted(picked[:2], key=lambda member: member.load.queued_tokens)
         return [
@@ -331,3 +334,10 @@ def _relative_load(link: WorkerLink) -> float:
     load = link.load
     known = max(load.running + load.waiting + load.transferring, len(link.demux))
     return known / max(1, link.info.max_batch)
+
+
+def _same_kv(source: engine_pb2.WorkerInfo, target: engine_pb2.WorkerInfo) -> bool:
+    """Whether KV of one can be written into the other's pages, be it token by token."""
+    if source.kv_fingerprint and target.kv_fingerprint:
+        return source.kv_fingerprint == target.kv_fingerprint
+    return source.layout_fingerprint == target.layout_fingerprint

@@ -285,6 +285,6 @@ def _check_info(info: engine_pb2.WorkerInfo) -> None:
     for name in ("revision", "tokenizer_fingerprint", "kvtransfer_address", "architecture", "dtype"):
         if len(getattr(info, name).encode()) > MAX_NAME_BYTES:
             raise InvalidArgument(f"{name} must have at most {MAX_NAME_BYTES} bytes")
-    for name in ("base_seed", "layout_fingerprint"):
+    for name in ("base_seed", "layout_fingerprint", "kv_fingerprint"):
         if len(getattr(info, name)) > MAX_HASH_BYTES:
             raise InvalidArgument(f"{name} must have at most {MAX_HASH_BYTES} bytes")

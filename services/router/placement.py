@@ -132,7 +132,13 @@ def place(
     family = ranked[0].family
     ranked = [c for c in ranked if c.family == family][: alternates + 1]
     prefillers = rank([c for c in usable if can_prefill(c)], prompt_tokens, rng, beta=beta)
-    return [RankedPair(c, tuple(p for p in prefillers if can_send(p.info, c.info))[: alternates + 1]) for c in ranked]
+    return [RankedPair(c, _senders(prefillers, c)[: alternates + 1]) for c in ranked]
+
+
+def _senders(prefillers: Sequence[Candidate], target: Candidate) -> tuple[Candidate, ...]:
+    """Those that can send to it; pages of another size, which are slow, only after all others."""
+    senders = [p for p in prefillers if can_send(p.info, target.info)]
+    return tuple(sorted(senders, key=lambda p: p.info.page_size != target.info.page_size))
 
 
 def can_prefill(c: Candidate) -> bool:
@@ -141,15 +147,21 @@ def can_prefill(c: Candidate) -> bool:
 
 
 def can_send(source: engine_pb2.WorkerInfo, target: engine_pb2.WorkerInfo) -> bool:
-    """True when pages of `source` fit the decode worker `target`; role unified prefills for itself, never remotely."""
+    """True when KV of `source` fits the decode worker `target`; role unified prefills for itself, never remotely."""
     return (
         target.role == engine_pb2.WORKER_ROLE_DECODE
         and source.worker_id != target.worker_id
         and bool(target.kvtransfer_address)
         and Family.of(source) == Family.of(target)
-        and source.page_size == target.page_size
-        and source.layout_fingerprint == target.layout_fingerprint
+        and same_kv(source, target)
     )
+
+
+def same_kv(source: engine_pb2.WorkerInfo, target: engine_pb2.WorkerInfo) -> bool:
+    """True when KV of one can be written into the other's pages, be it token by token."""
+    if source.kv_fingerprint and target.kv_fingerprint:
+        return source.kv_fingerprint == target.kv_fingerprint
+    return source.page_size == target.page_size and source.layout_fingerprint == target.layout_fingerprint
 
 
 def charges(pair: RankedPair, prompt_tokens: int) -> dict[str, int]:

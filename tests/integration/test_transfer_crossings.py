@@ -222,6 +222,7 @@ class Destination(kvtransfer_pb2_grpc.KvTransferServicer):
             incarnation=3,
             sidecar_incarnation=4,
             layout=LAYOUT,
+            tails=(),
             region_infos=[pb.RegionInfo(group="main", rank=0, nbytes=LAYOUT.region_bytes("main"), key=5)],
             control_address="",
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -190,6 +190,10 @@ class KvLayout:
             raw = text.encode()
             digest.update(len(raw).to_bytes(4, "little") + raw)
         return digest.digest()
+
+    def kv_fingerprint(self) -> bytes:
+        """16 bytes over everything but num_pages, tp and page_size: equal where tokens can be exchanged."""
+        return replace(self, page_size=1).fingerprint()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, so that any codec can carry it."""

@@ -34,13 +34,16 @@ from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.descriptor import groups_to_proto, layout_to_proto
 from kvmesh.transfer.orphans import Writers
-from kvmesh.transfer.tail import TailBuffer, check_tails, region_sizes
+from kvmesh.transfer.posting import POSTER_MESSAGES, Poster
+from kvmesh.transfer.tail import TailBuffer, check_tails, region_sizes, rows_to_proto
 from kvmesh.transfer.wire import MAX_HELLO_BYTES, PROTOCOL, FrameSocket, open_unix
 
 log = logging.getLogger(__name__)
 
 # A sidecar's own limits (link, bind) are shorter: this one is for a sidecar that hangs.
 CALL_TIMEOUT_S = 30.0
+# What a poster gets to drain its writes and to unmap, when an engine leaves in order.
+LEAVE_TIMEOUT_S = 5.0
 # Linux 6.5; Python has no name for it yet.
 _SO_PEERPIDFD = 77
 _BY_REASON: dict[str, type[KvmeshError]] = {
@@ -126,6 +129,7 @@ class SidecarClient:
         self._transfers: dict[int, TransferHandle] = {}
         self._writers: Writers = Writers()
         self._own_writers = True
+        self._poster: Poster | None = None
         self._sidecar = 0
         self._closed = False
 
@@ -144,12 +148,14 @@ class SidecarClient:
         on_lost: Callable[[], None],
         tails: Sequence[TailBuffer] = (),
         writers: Writers | None = None,
+        poster: Poster | None = None,
     ) -> SidecarClient:
         """Register this engine, as the leader of its ranks. `regions`: one per layer group and tail buffer, of rank 0;
         where layout.tp > 1 the other ranks join by `RankMember`, and this waits for them. `writers` outlasts this
         sidecar: `SidecarLink` passes it. Raises Unavailable (nobody there), DeadlineExceeded, or what the sidecar
         refuses."""
         client = cls(engine_id=engine_id, incarnation=incarnation, layout=layout, tails=tails, on_lost=on_lost)
+        client._poster = poster
         if writers is not None:
             client._writers.close()
             client._writers = writers
@@ -175,7 +181,17 @@ class SidecarClient:
             engine_id=self.engine_id,
             incarnation=self.incarnation,
             layout=layout_to_proto(self.layout, self.tails),
-            regions=[pb.RegionInfo(group=name, rank=0, nbytes=regions[name].nbytes) for name in names],
+            regions=[
+                pb.RegionInfo(
+                    group=name,
+                    rank=0,
+                    nbytes=regions[name].nbytes,
+                    memory=regions[name].memory,
+                    device=regions[name].device,
+                )
+                for name in names
+            ],
+            posts=self._poster.transports if self._poster is not None else (),
             doorbell_bytes=doorbell.nbytes,
             ring_bytes=ring.nbytes,
             protocol=PROTOCOL,
@@ -200,6 +216,8 @@ class SidecarClient:
         self.control_address = answer.hello.control_address
         self.transports = list(answer.hello.transports)
         self.region_infos = list(answer.hello.regions)
+        if self._poster is not None:
+            self._poster.connected(self._send)
 
     @property
     def connected(self) -> bool:
@@ -216,9 +234,13 @@ class SidecarClient:
         request_id: str,
         ttl_s: float,
         traceparent: str = "",
+        num_tokens: int = 0,
+        tails: Mapping[str, int] | None = None,
     ) -> SlotHandle:
         """Register an expectation: pages of each group that will be written. Do this before the descriptor leaves.
 
+        expected_bytes: by `slot_bytes`, and `tail_bytes` for tails. num_tokens: wanted from the lists' first on (0: all
+        that they hold); a writer whose pages have another size sends exactly these. tails: a row of each tail buffer.
         Raises Overloaded (no slot free), InvalidArgument, Unavailable.
         """
         request = pb.OpenSlot(
@@ -227,6 +249,8 @@ class SidecarClient:
             traceparent=traceparent,
             ttl_ms=max(1, int(ttl_s * 1000)),
             groups=groups_to_proto(groups),
+            num_tokens=num_tokens,
+            tails=rows_to_proto(tails or {}),
         )
         made: list[SlotHandle] = []
 
@@ -279,15 +303,23 @@ class SidecarClient:
         *,
         ready_pages: int,
         traceparent: str = "",
+        kept: Mapping[str, Sequence[int]] | None = None,
+        tails: Mapping[str, int] | None = None,
     ) -> TransferHandle:
-        """Begin to send `pages` (pages[group][0] is block descriptor.first_block). The first `ready_pages` leave at
-        once, all layers; the others with step records or `send_pages`. Raises KvmeshError when refused; nothing of
+        """Begin to send `pages`: this engine's that hold the descriptor's tokens; `source_pages` tells how many. The
+        first `ready_pages` leave at once, all layers; the others with step records or `send_pages`. kept: of these
+        groups only these positions in `pages` are sent, with the last claim. tails: a row of each tail buffer that the
+        descriptor names; they leave with `send_tail`. Raises KvmeshError when refused; nothing of
         the pages is in use then. Cancelled, it cancels the transfer.
 
         No time limit: a sidecar that does not answer may have begun to read the pages. Where it is lost before its
         answer, this raises once it has exited or taken this engine in anew, as `TransferHandle.done` does."""
         request = pb.StartTransfer(
-            descriptor=descriptor, pages=groups_to_proto(pages), ready_pages=ready_pages, traceparent=traceparent
+            descriptor=descriptor,
+            pages=groups_to_proto(pages, kept or {}),
+            ready_pages=ready_pages,
+            traceparent=traceparent,
+            tails=rows_to_proto(tails or {}),
         )
         made: list[TransferHandle] = []
 
@@ -316,8 +348,15 @@ class SidecarClient:
 
     def send_pages(self, handle: TransferHandle, first: int, count: int) -> None:
         """Pages [first, first + count) of the transfer's list are complete in all layers: send them."""
+        if self._poster is not None and handle.transport in self._poster.transports:
+            self._poster.pages_ready(handle.transfer_id, first, count)
+            return
         pages = pb.SendPages(transfer_id=handle.transfer_id, first=first, count=count)
         self._send(pb.EngineMessage(send_pages=pages))
+
+    def send_tail(self, handle: TransferHandle) -> None:
+        """The transfer's tail rows are written: send them. Once."""
+        self._send(pb.EngineMessage(send_tail=pb.SendTail(transfer_id=handle.transfer_id)))
 
     async def cancel_transfer(self, handle: TransferHandle, reason: str) -> None:
         """Stop sending; `handle.done` raises TransferFailed once drained. Idempotent."""
@@ -335,6 +374,8 @@ class SidecarClient:
 
     async def close(self) -> None:
         """End this engine's life at the sidecar: everything open fails. Idempotent; `on_lost` is not called."""
+        if self._poster is not None and not self._closed:
+            await self._poster.leave(LEAVE_TIMEOUT_S)
         if not self._closed:
             self._end(Unavailable("this engine has left its sidecar"))
 
@@ -351,13 +392,15 @@ class SidecarClient:
             if not future.done():
                 future.set_exception(error)
         self._calls.clear()
-        # It may still read our pages, and send what it finds there.
-        for future in self._page_calls.values():
-            self._writers.when_gone(partial(_refuse, future, error), only=self._sidecar)
+        if self._poster is not None:
+            self._poster.lost()
+        # It may still read our pages, and send what it finds there; and so may our own poster.
+        ends = [partial(_refuse, future, error) for future in self._page_calls.values()]
+        ends += [partial(_reject, transfer.done, error.message) for transfer in self._transfers.values()]
         self._page_calls.clear()
-        for transfer in self._transfers.values():
-            self._writers.when_gone(partial(_reject, transfer.done, error.message), only=self._sidecar)
         self._transfers.clear()
+        for end in ends:
+            self._when_drained(partial(self._writers.when_gone, end, only=self._sidecar))
         slots, self._slots = self._slots, {}
         for handle in slots.values():
             if not handle.completed.done():
@@ -464,12 +507,22 @@ class SidecarClient:
                 transfer.done.set_result(message.transfer_done.bytes)
         elif kind == "transfer_failed":
             transfer = self._transfers.pop(message.transfer_failed.transfer_id, None)
-            if transfer is not None and not transfer.done.done():
-                transfer.done.set_exception(TransferFailed(message.transfer_failed.reason))
+            if transfer is not None:
+                self._when_drained(partial(_reject, transfer.done, message.transfer_failed.reason), transfer.transfer_id)
         elif kind == "writer_joined":
             self._writer_joined(message.writer_joined.link_id)
         elif kind == "writer_gone":
             self._writers.gone(message.writer_gone.link_id)
+        elif kind in POSTER_MESSAGES and self._poster is not None:
+            assert self._frames is not None
+            self._poster.take(message, self._frames.take_fds)
+
+    def _when_drained(self, done: Callable[[], None], transfer_id: int | None = None) -> None:
+        """Call `done` when the poster writes nothing of that transfer (None: of any) any more."""
+        if self._poster is not None:
+            self._poster.when_drained(done, transfer_id)
+        else:
+            done()
 
     def _slot_complete(self, complete: pb.SlotComplete) -> None:
         handle = self._slots.pop((complete.slot, complete.generation), None)

@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.errors import InvalidArgument, TooLarge
-from kvmesh.kv.layout import MAX_GROUPS, MAX_LAYERS, KvGroup, KvLayout
+from kvmesh.kv.layout import MAX_GROUPS, MAX_LAYERS, KvGroup, KvLayout, compatible
 from kvmesh.kv.planner import expected_bytes
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.immediate import GENERATIONS, MAX_SLOTS
-from kvmesh.transfer.tail import TailBuffer
+from kvmesh.transfer.tail import (
+    TailBuffer,
+    region_sizes,
+    rows_from_proto,
+    rows_to_proto,
+    tail_bytes,
+    tails_from_proto,
+)
 
 DESCRIPTOR_VERSION = 1
 MAX_ID_CHARS = 256
@@ -37,6 +44,7 @@ class Sidecar(Protocol):
     sidecar_incarnation: int
     region_infos: list[pb.RegionInfo]
     layout: KvLayout
+    tails: tuple[TailBuffer, ...]
 
 
 class Slot(Protocol):
@@ -93,26 +101,44 @@ def layout_from_proto(message: pb.Layout) -> KvLayout:
     return layout
 
 
-def check_layouts_match(here: KvLayout, there: KvLayout) -> None:
-    """Raises InvalidArgument where pages of one cannot be written into the other."""
-    if here.fingerprint() != there.fingerprint():
-        raise InvalidArgument(
-            f"kv layouts do not match: {here.dtype}, page {here.page_size}, {here.num_layers} layers here; "
-            f"{there.dtype}, page {there.page_size}, {there.num_layers} layers there"
-        )
+def check_layouts_match(source: KvLayout, destination: KvLayout) -> None:
+    """Raises InvalidArgument where KV of one cannot be written into the other. tp, pools and page sizes may differ."""
+    reason = compatible(source, destination)
+    if reason is not None:
+        raise InvalidArgument(f"kv layouts do not match: {reason}")
 
 
-def slot_bytes(layout: KvLayout, groups: Mapping[str, Sequence[int]], source: KvLayout | None = None) -> int:
+def slot_bytes(
+    layout: KvLayout,
+    groups: Mapping[str, Sequence[int]],
+    source: KvLayout | None = None,
+    num_tokens: int | None = None,
+) -> int:
     """Bytes that the destination counts for these pages, all layers and ranks: `expected_bytes` of `open_slot`.
 
-    `source`: the source's layout where it is known to differ in tp.
+    `source`: the writer's layout, as far as it is known: tp does not matter. Where its pages have another size exactly
+    `num_tokens` tokens arrive from the lists' first on (None: all that the lists hold), else whole pages.
     """
-    return sum(int(expected_bytes(source or layout, layout, pages, group=name).sum()) for name, pages in groups.items())
+    source = source or layout
+    tokens = num_tokens if source.page_size != layout.page_size else None
+    return sum(
+        int(expected_bytes(source, layout, pages, group=name, num_tokens=tokens).sum())
+        for name, pages in groups.items()
+    )
 
 
-def groups_to_proto(groups: Mapping[str, Sequence[int]]) -> list[pb.GroupPages]:
+def source_pages(source: KvLayout, descriptor: pb.Descriptor) -> tuple[int, int]:
+    """(first block, blocks) of the source's own that hold the descriptor's tokens."""
+    first = descriptor.first_block * descriptor.layout.page_size // source.page_size
+    return first, source.pages_for(descriptor.num_tokens) - first
+
+
+def groups_to_proto(
+    groups: Mapping[str, Sequence[int]], kept: Mapping[str, Sequence[int]] | None = None
+) -> list[pb.GroupPages]:
     """Page lists, in the mapping's order."""
-    return [pb.GroupPages(group=name, pages=pages) for name, pages in groups.items()]
+    kept = kept or {}
+    return [pb.GroupPages(group=name, pages=pages, kept=kept.get(name, ())) for name, pages in groups.items()]
 
 
 def groups_from_proto(message: Sequence[pb.GroupPages], layout: KvLayout, max_pages: int) -> dict[str, list[int]]:
@@ -143,15 +169,17 @@ def build_descriptor(
     first_block: int,
     num_tokens: int,
     traceparent: str = "",
+    tails: Mapping[str, int] | None = None,
 ) -> pb.Descriptor:
     """The descriptor that goes into Prefill.Run. `groups`: the destination's pages from block `first_block` on;
-    `num_tokens`: KV is wanted for tokens [first_block * page_size, num_tokens)."""
+    `num_tokens`: KV is wanted for tokens [first_block * page_size, num_tokens); `tails`: rows of tail buffers, as taken
+    with the slot."""
     return pb.Descriptor(
         version=DESCRIPTOR_VERSION,
         engine_id=sidecar.engine_id,
         incarnation=sidecar.incarnation,
         control_address=sidecar.control_address,
-        layout=layout_to_proto(sidecar.layout),
+        layout=layout_to_proto(sidecar.layout, sidecar.tails),
         regions=sidecar.region_infos,
         groups=groups_to_proto(groups),
         first_block=first_block,
@@ -162,6 +190,7 @@ def build_descriptor(
         traceparent=traceparent,
         request_id=slot.request_id,
         sidecar_incarnation=sidecar.sidecar_incarnation,
+        tails=rows_to_proto(tails or {}),
     )
 
 
@@ -192,30 +221,36 @@ def check_descriptor(message: pb.Descriptor, limits: DescriptorLimits | None = N
     if len(message.groups) > limits.max_groups or len(message.regions) > limits.max_groups * 4096:
         raise InvalidArgument("descriptor: too many groups or regions")
     layout = layout_from_proto(message.layout)
+    tails = tails_from_proto(message.layout, layout)
     groups = groups_from_proto(message.groups, layout, limits.max_pages)
     if set(groups) != {group.name for group in layout.groups}:
         raise InvalidArgument("descriptor: groups must name every group of the layout")
-    _check_regions(message, layout)
+    check_region_infos("descriptor", message.regions, layout, tails)
     blocks = layout.pages_for(message.num_tokens) - message.first_block
     if blocks < 1:
         raise InvalidArgument(
             f"descriptor: first_block {message.first_block} leaves nothing of {message.num_tokens} tokens"
         )
+    most = max(len(pages) for pages in groups.values())
     for name, pages in groups.items():
-        if len(pages) != blocks:
+        # Fewer than others: of this group the source keeps some pages only.
+        if most != blocks or not 1 <= len(pages) <= blocks:
             raise InvalidArgument(
                 f"descriptor: {len(pages)} pages of {name!r}, num_tokens and first_block need {blocks}"
             )
-    need = slot_bytes(layout, groups)
+    need = slot_bytes(layout, groups) + tail_bytes(layout, tails, rows_from_proto(message.tails, tails))
     if message.expected_bytes != need:
         raise InvalidArgument(f"descriptor: expected_bytes {message.expected_bytes}, the page lists give {need}")
 
 
-def _check_regions(message: pb.Descriptor, layout: KvLayout) -> None:
-    found = {(region.group, region.rank): region for region in message.regions}
-    wanted = {(group.name, rank) for group in layout.groups for rank in range(layout.tp)}
-    if len(found) != len(message.regions) or set(found) != wanted:
-        raise InvalidArgument("descriptor: regions must be one per group and rank")
-    for (name, _), region in found.items():
-        if region.nbytes < layout.region_bytes(name):
-            raise InvalidArgument(f"descriptor: region {name!r} has {region.nbytes} bytes, its layout needs more")
+def check_region_infos(
+    what: str, regions: Sequence[pb.RegionInfo], layout: KvLayout, tails: Sequence[TailBuffer]
+) -> None:
+    """One region per group or tail buffer and rank, none smaller than it must be. Raises InvalidArgument."""
+    sizes = region_sizes(layout, tails)
+    found = {(region.group, region.rank) for region in regions}
+    if len(found) != len(regions) or found != {(name, rank) for name in sizes for rank in range(layout.tp)}:
+        raise InvalidArgument(f"{what}: regions must be one per group and rank")
+    for region in regions:
+        if region.nbytes < sizes[region.group]:
+            raise InvalidArgument(f"{what}: region {region.group!r} has {region.nbytes} bytes, its layout needs more")

@@ -157,6 +157,15 @@ class Mover:
 
         self.post(ready)
 
+    def tail_ready(self, transfer_id: int) -> None:
+        """See SendTable."""
+
+        def ready() -> None:
+            if self._table is not None:
+                self._table.tail_ready(transfer_id)
+
+        self.post(ready)
+
     def stop_send(self, transfer_id: int, reason: str, *, by_peer: bool = False) -> None:
         """Stop one transfer; nothing where it is over."""
 
@@ -266,6 +275,8 @@ class Mover:
     def _sleep(self) -> None:
         timeout = IDLE_S
         if self._watcher is not None and self._table is not None:
+            if not self._commands and self._watcher.linger(self._table):
+                return
             timeout = self._watcher.sleep_s(self._table)
         for outbound in self._links:
             self._watch(outbound, outbound.wait_fds())

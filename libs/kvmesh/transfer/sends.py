@@ -6,8 +6,9 @@ thread, no socket; the mover (or a test) drives it and an `Outbound` does the mo
        ▼
     stopping ──nothing outstanding──▶ drained
 
-A page of a transfer is claimed once, by a step record, by `send_pages` or as ready at the start, and is posted once per
-layer: nothing is ever posted again within a generation.
+A page of the source is claimed once, by a step record, by `send_pages` or as ready at the start, and its tokens are
+posted once per layer: nothing is ever posted again within a generation. Where the destination's pages have another size
+tokens decide: a claim moves those of its pages, into parts of pages over there.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from kvmesh.errors import InvalidArgument, KvmeshError
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.planner import Column, plan
 from kvmesh.kv.ring import StepRecord
+from kvmesh.transfer.immediate import unpack
+from kvmesh.transfer.tail import tail_feeds
 from kvmesh.transfer.transports.base import Completion, Outbound, Write
 
 # A longer run would keep a cancel waiting, and other transfers of the same thread.
@@ -40,11 +43,23 @@ class SendState(enum.Enum):
     OVER = "over"
 
 
+class TailCopy(NamedTuple):
+    """A row of a tail buffer at either end. row_bytes is the same at both."""
+
+    src_row: int
+    dst_row: int
+    row_bytes: int
+
+
 @dataclass(slots=True, eq=False)
 class Send:
-    """One transfer. pages: per group, source and destination page numbers; equal lengths over all groups.
+    """One transfer: tokens [first_token, end_token) of the sequence, and rows of tail buffers.
 
-    src_region, dst_region: (group, rank) to the region's index at either end. expected: bytes of the whole plan.
+    src_pages, dst_pages: per group, page numbers; a list's first page has token first_token, at its start where it is
+    the destination's. Where page sizes differ, so do the lists' lengths. end_token None: to the destination lists' end.
+    kept: groups of which only these positions in the source's list are sent, compacted, once all pages are claimed.
+    src_region, dst_region: (group or tail, rank) to the region's index at either end. expected: bytes of all of it.
+    Raises InvalidArgument where lists and tokens do not fit.
     """
 
     transfer_id: int
@@ -57,6 +72,10 @@ class Send:
     src_region: Mapping[tuple[str, int], int]
     dst_region: Mapping[tuple[str, int], int]
     expected: int
+    first_token: int = 0
+    end_token: int | None = None
+    kept: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    tails: Mapping[str, TailCopy] = field(default_factory=dict)
     context: object = None
     state: SendState = SendState.RUNNING
     reason: str = ""
@@ -65,16 +84,66 @@ class Send:
     written: int = 0
     runs: int = 0
     claimed: bytearray = field(default_factory=bytearray)
+    tail_claimed: bool = False
 
     def __post_init__(self) -> None:
-        counts = {len(pages) for pages in (*self.src_pages.values(), *self.dst_pages.values())}
-        if len(counts) != 1 or self.src_pages.keys() != self.dst_pages.keys():
-            raise InvalidArgument("a transfer needs page lists of one length for every group")
-        self.claimed = bytearray(counts.pop())
+        layouts = (self.src_layout, self.dst_layout)
+        self.end_token, count = check_lists(
+            *layouts, self.src_pages, self.dst_pages, self.first_token, self.end_token, self.kept
+        )
+        self.claimed = bytearray(count)
 
     @property
     def num_pages(self) -> int:
+        """Of the source: what claims are made of."""
         return len(self.claimed)
+
+    @property
+    def draw(self) -> int:
+        """Chooses among source replicas: the same at every writer of a slot's generation, another for the next."""
+        return sum(unpack(self.immediate))
+
+
+def check_lists(
+    src_layout: KvLayout,
+    dst_layout: KvLayout,
+    src_pages: Mapping[str, Sequence[int]],
+    dst_pages: Mapping[str, Sequence[int]],
+    first_token: int,
+    end_token: int | None,
+    kept: Mapping[str, Sequence[int]],
+) -> tuple[int, int]:
+    """(end token, pages of the source): whether the lists of both ends have the pages that the tokens need.
+
+    Raises InvalidArgument.
+    """
+    here, there = src_layout.page_size, dst_layout.page_size
+    if src_pages.keys() != dst_pages.keys() or not dst_pages:
+        raise InvalidArgument(f"a transfer needs page lists of the same groups, not {[*src_pages]} for {[*dst_pages]}")
+    if first_token % there:
+        raise InvalidArgument(f"token {first_token} does not begin a page of the destination's ({there} tokens)")
+    if end_token is None:
+        end_token = first_token + there * max(len(pages) for pages in dst_pages.values())
+    if end_token <= first_token:
+        raise InvalidArgument(f"tokens [{first_token}, {end_token}) are none")
+    count = -(-end_token // here) - first_token // here
+    if kept and here != there:
+        raise InvalidArgument(f"not implemented: kept pages between pages of {here} and of {there} tokens")
+    for name, pages in src_pages.items():
+        if len(pages) != count:
+            raise InvalidArgument(f"as many pages as needed: {count} of {name!r} at the source, {len(pages)} are given")
+        wanted = len(kept[name]) if name in kept else -(-end_token // there) - first_token // there
+        if len(dst_pages[name]) != wanted or not wanted:
+            raise InvalidArgument(
+                f"as many pages as needed: {wanted} of {name!r} at the destination, {len(dst_pages[name])} are given"
+            )
+    for name, positions in kept.items():
+        if name not in src_pages:
+            raise InvalidArgument(f"kept pages of {name!r}, which is not sent")
+        ascending = all(a < b for a, b in itertools.pairwise(positions))
+        if not ascending or positions[0] < 0 or positions[-1] >= count:
+            raise InvalidArgument(f"kept pages of {name!r} must be ascending positions in a list of {count}")
+    return end_token, count
 
 
 class SendDone(NamedTuple):
@@ -170,6 +239,10 @@ class SendTable:
         if not 0 <= ready_pages <= send.num_pages:
             raise InvalidArgument(f"ready_pages {ready_pages} of {send.num_pages} pages")
         self._sends[send.transfer_id] = send
+        if send.outbound.hands_over:
+            send.claimed[:] = b"\1" * send.num_pages
+            self._post_whole(send)
+            return
         self.pages_ready(send.transfer_id, 0, ready_pages)
 
     def pages_ready(self, transfer_id: int, first: int, count: int) -> None:
@@ -178,10 +251,14 @@ class SendTable:
         if send is None or send.state is not SendState.RUNNING:
             self.stale_entries += 1
             return
-        if count == 0:
+        if count == 0 or send.outbound.hands_over:
             return
         claim = self._claim(send, first, count)
         if claim is None:
+            return
+        if not send.kept.keys().isdisjoint(claim.rows) and self._announced(send):
+            # What is kept has pages that are not computed yet.
+            self.stop(transfer_id, "kept pages: the last claim came before its steps were done")
             return
         for rows_of_group in claim.rows.values():
             for rows in rows_of_group:
@@ -190,6 +267,32 @@ class SendTable:
                 dst = (layers[:, None] * rows.dst_stride + rows.dst).ravel()
                 self._post(send, rows, src, dst, np.tile(rows.length, rows.layers), rows.nbytes * rows.layers)
 
+    def tail_ready(self, transfer_id: int) -> None:
+        """The rows of its tail buffers are written: post them, once."""
+        send = self._sends.get(transfer_id)
+        if send is None or send.state is not SendState.RUNNING:
+            self.stale_entries += 1
+            return
+        if send.tail_claimed or not send.tails:
+            self.stop(transfer_id, "its tail was named before" if send.tails else "it has no tail")
+            return
+        send.tail_claimed = True
+        for name, copy in send.tails.items():
+            for src_rank, dst_rank in tail_feeds(send.src_layout.tp, send.dst_layout.tp, send.draw):
+                column = np.asarray([copy.row_bytes], dtype=np.int64)
+                rows = _Rows(
+                    src_region=send.src_region[name, src_rank],
+                    dst_region=send.dst_region[name, dst_rank],
+                    src=column * copy.src_row,
+                    dst=column * copy.dst_row,
+                    length=column,
+                    nbytes=copy.row_bytes,
+                    src_stride=0,
+                    dst_stride=0,
+                    layers=1,
+                )
+                self._post(send, rows, rows.src, rows.dst, rows.length, rows.nbytes)
+
     def record(self, record: StepRecord) -> None:
         """A step record of the engine; its layers leave as the doorbell reaches them (`advance`)."""
         claims: list[_Claim] = []
@@ -197,6 +300,9 @@ class SendTable:
             send = self._sends.get(entry.transfer_id)
             if send is None or send.state is not SendState.RUNNING:
                 self.stale_entries += 1
+                continue
+            if send.outbound.hands_over:
+                # The engine's own business.
                 continue
             if record.num_layers != len(self._places):
                 self.stop(entry.transfer_id, f"a step of {record.num_layers} layers, the model has {len(self._places)}")
@@ -220,7 +326,7 @@ class SendTable:
             for layer in range(record.next_layer, reached):
                 group, index = self._places[layer]
                 for claim in record.claims:
-                    for rows in claim.rows[group.name]:
+                    for rows in claim.rows.get(group.name, ()):
                         if claim.send.state is SendState.RUNNING:
                             src, dst = rows.src + index * rows.src_stride, rows.dst + index * rows.dst_stride
                             self._post(claim.send, rows, src, dst, rows.length, rows.nbytes)
@@ -274,28 +380,46 @@ class SendTable:
         if any(send.claimed[first : first + count]):
             self.stop(send.transfer_id, f"a page of [{first}, +{count}) was named before")
             return None
+        send.claimed[first : first + count] = b"\1" * count
         try:
-            rows = {name: self._rows(send, name, first, count) for name in send.src_pages}
+            rows = {name: self._rows(send, name, first, count) for name in send.src_pages if name not in send.kept}
+            if send.kept and all(send.claimed):
+                rows |= {name: self._rows(send, name, 0, send.num_pages) for name in send.kept}
         except KvmeshError as error:
             self.stop(send.transfer_id, error.message)
             return None
-        send.claimed[first : first + count] = b"\1" * count
         return _Claim(send, rows)
 
+    def _announced(self, send: Send) -> bool:
+        """Whether layers of some of its pages are awaited still."""
+        return any(claim.send is send for record in self._records for claim in record.claims)
+
     def _rows(self, send: Send, name: str, first: int, count: int) -> list[_Rows]:
+        here, there = send.src_layout.page_size, send.dst_layout.page_size
+        assert send.end_token is not None
+        kept = send.kept.get(name)
+        # Tokens of the claim, and the pages at the destination that they fall into.
+        start = (send.first_token // here + first) * here
+        begin, end = max(start, send.first_token), min(start + count * here, send.end_token)
+        if kept is not None:
+            end = begin + len(kept) * here
+        at = (begin - send.first_token) // there
         rows = plan(
             send.src_layout,
             send.dst_layout,
             send.src_pages[name][first : first + count],
-            send.dst_pages[name][first : first + count],
+            send.dst_pages[name][at : -(-(end - send.first_token) // there)],
             group=name,
-            replica_draw=send.transfer_id,
+            first_token=begin,
+            num_tokens=end - begin,
+            src_start=start,
+            dst_start=send.first_token + at * there,
+            kept_pages=kept,
+            replica_draw=send.draw,
             max_message=MAX_RUN_BYTES,
         )
-        pairs = sorted(set(zip(rows.src_rank.tolist(), rows.dst_rank.tolist(), strict=True)))
         result = []
-        for src_rank, dst_rank in pairs:
-            chosen = (rows.src_rank == src_rank) & (rows.dst_rank == dst_rank)
+        for src_rank, dst_rank, chosen in rows.pairs():
             length = rows.length[chosen]
             result.append(
                 _Rows(
@@ -323,6 +447,13 @@ class SendTable:
                 self._post_one(send, rows, src[part], dst[part], length[part], int(length[part].sum()))
         else:
             self._post_one(send, rows, src, dst, length, nbytes)
+
+    def _post_whole(self, send: Send) -> None:
+        """One write for all of it: somebody else has the rows."""
+        context = next(self._contexts)
+        self._writes[context] = send
+        send.outstanding += 1
+        send.outbound.post(Write(context, send.immediate, 0, 0, [], [], [], send.expected))
 
     def _post_one(self, send: Send, rows: _Rows, src: Column, dst: Column, length: Column, nbytes: int) -> None:
         context = next(self._contexts)

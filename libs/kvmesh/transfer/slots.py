@@ -7,7 +7,7 @@
                     └───▶ free    draining ──Drained from the writer, or the peer fenced──▶ free
 
 A slot is reused first in, first out, under a new generation. What is not current is counted and dropped. An expectation
-never changes.
+is fixed when its writer binds, before any byte can come, and never changes after.
 """
 
 from __future__ import annotations
@@ -138,16 +138,21 @@ class SlotTable:
         self._taken[number] = entry.current
         return entry.current
 
-    def bind(self, slot: int, generation: int, nbytes: int, peer: Peer, *, now: float) -> Slot:
-        """A writer takes the slot. Raises NotFound (not current), FailedPrecondition (taken, over), InvalidArgument."""
+    def bind(
+        self, slot: int, generation: int, nbytes: int, peer: Peer, *, now: float, expected: int | None = None
+    ) -> Slot:
+        """A writer takes the slot. expected: what this writer must send, where its pages make other bytes of the same
+        tokens. Raises NotFound (not current), FailedPrecondition (taken, over), InvalidArgument."""
         current = self.get(slot, generation)
         if current is None:
             self.counters.stale += 1
             raise NotFound(f"slot {slot} generation {generation} is not current")
         if current.state is not SlotState.OPEN:
             raise FailedPrecondition(f"slot {slot} generation {generation} is {current.state.value}: one writer, once")
-        if nbytes != current.expected:
-            raise InvalidArgument(f"slot {slot} expects {current.expected} bytes, the writer has {nbytes}")
+        expected = current.expected if expected is None else expected
+        if nbytes != expected:
+            raise InvalidArgument(f"slot {slot} expects {expected} bytes, the writer has {nbytes}")
+        current.expected = expected
         current.state = SlotState.BOUND
         current.peer = peer
         current.bound = now

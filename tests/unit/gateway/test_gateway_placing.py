@@ -138,15 +138,21 @@ async def test_without_a_router_prefill_workers_that_fit_are_named(world: World)
     other = await world.worker("other-layout", role=engine_pb2.WORKER_ROLE_PREFILL)
     other.info.kvtransfer_address = "127.0.0.1:3"
     other.info.layout_fingerprint = b"other"
+    # Tokens of it would fit; but there is one whose pages do.
+    sizes = await world.worker("other-page", role=engine_pb2.WORKER_ROLE_PREFILL)
+    sizes.info.kvtransfer_address = "127.0.0.1:4"
+    sizes.info.page_size *= 4
+    for worker in (decode, fits, sizes):
+        worker.info.kv_fingerprint = b"kv"
     router = await world.router()
     await world.start(route_timeout_ms=200)
-    await world.until(lambda: len(list(world.gateway.fleet.members())) == 3)
+    await world.until(lambda: len(list(world.gateway.fleet.members())) == 4)
     await router.stop()
     await world.ask()
     (request,) = decode.submits.items
     assert [target.worker_id for target in request.prefill] == ["fits"]
     (model,) = (await world.stub.ListModels(pb.ListModelsRequest())).models
-    assert (model.prefill_workers, model.decode_workers) == (2, 1)
+    assert (model.prefill_workers, model.decode_workers) == (3, 1)
 
 
 async def test_power_of_two_prefers_the_idle_and_spreads_a_burst(world: World) -> None:

@@ -55,6 +55,17 @@ def test_prefill_workers_are_ranked_and_fit() -> None:
     assert by_id == {"d": ["p-idle", "u", "p-busy"], "u": []}, "a unified worker prefills for itself"
 
 
+def test_pages_of_another_size_only_after_equal_ones() -> None:
+    pool = [
+        some("d", kv_fingerprint=b"kv-1"),
+        some("p-small", "prefill", page_size=8, layout_fingerprint=b"layout-8", kv_fingerprint=b"kv-1"),
+        some("p-busy", "prefill", load=900, kv_fingerprint=b"kv-1"),
+        some("p-other", "prefill", kv_fingerprint=b"kv-2"),
+    ]
+    (pair,) = place(pool, model="tiny", prompt_tokens=100, alternates=3, rng=random.Random(1))
+    assert [c.worker_id for c in pair.prefill] == ["p-busy", "p-small"]
+
+
 def test_a_decode_worker_without_sidecar_prefills_itself() -> None:
     pairs = place(
         [some("d", kvtransfer_address=""), some("p", "prefill")],

@@ -48,6 +48,7 @@ def good() -> pb.Descriptor:
             for rank in range(2)
         ],
         layout=LAYOUT,
+        tails=(),
     )
     slot: Any = SimpleNamespace(slot=1, generation=2, expected_bytes=slot_bytes(LAYOUT, GROUPS), request_id="r")
     return build_descriptor(sidecar, slot, groups=GROUPS, first_block=1, num_tokens=60, traceparent="t")

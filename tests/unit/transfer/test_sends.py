@@ -247,7 +247,7 @@ def test_what_start_refuses() -> None:
         table.start(make(out, [1], [4]), 0)
     with pytest.raises(InvalidArgument, match="ready_pages"):
         table.start(make(out, [1], [4], transfer_id=2), 2)
-    with pytest.raises(InvalidArgument, match="one length"):
+    with pytest.raises(InvalidArgument, match="as many pages"):
         make(out, [1, 2], [4])
 
 

@@ -14,6 +14,7 @@ from kvmesh.kv.layout import group_view
 from kvmesh.kv.ring import Doorbell, StepRing
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.client import SlotHandle, SlotResult, TransferHandle
+from kvmesh.transfer.tail import TailBuffer
 
 
 @dataclass(eq=False)
@@ -114,6 +115,7 @@ class FakeSidecar:
 
     def __post_init__(self) -> None:
         self.layout = self.memory.layout
+        self.tails: tuple[TailBuffer, ...] = ()
         self.control_address = f"127.0.0.1:{10_000 + len(self.fabric.clients)}"
         self.region_infos = [
             pb.RegionInfo(group=name, rank=0, nbytes=region.nbytes, key=7)
@@ -141,6 +143,7 @@ class FakeSidecar:
         request_id: str,
         ttl_s: float,
         traceparent: str = "",
+        num_tokens: int = 0,
     ) -> SlotHandle:
         await self.open_gate.wait()
         if self.refuse_open:

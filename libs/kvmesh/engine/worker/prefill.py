@@ -25,14 +25,20 @@ from kvmesh.engine.worker.context import WorkerContext
 from kvmesh.engine.worker.convert import MAX_PRIORITY, MAX_SALT_BYTES, check_id, check_tokens, refuse
 from kvmesh.engine.worker.state import WorkerStatus
 from kvmesh.engine.worker.steps import RequestStep
-from kvmesh.errors import Cancelled, FailedPrecondition, Internal, KvmeshError, Unavailable
+from kvmesh.errors import Cancelled, FailedPrecondition, Internal, InvalidArgument, KvmeshError, Unavailable
 from kvmesh.kv.hashing import request_seed
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.proto.v1 import engine_pb2_grpc, kvtransfer_pb2
 from kvmesh.rpc.auth import ServicerContext, tenant_from
 from kvmesh.telemetry import names, tracing
 from kvmesh.transfer.client import SidecarClient, TransferHandle
-from kvmesh.transfer.descriptor import DescriptorLimits, check_descriptor
+from kvmesh.transfer.descriptor import (
+    DescriptorLimits,
+    check_descriptor,
+    check_layouts_match,
+    layout_from_proto,
+    source_pages,
+)
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -141,7 +147,8 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
                 outcome.client = client
                 handle = await self._start_transfer(ctx, client, descriptor, admitted, outcome)
                 await ctx.at_step(RequestStep.TRANSFER_STARTED, run.public)
-                done = await self._compute_and_send(ctx, run, handle, descriptor.first_block)
+                first, _ = source_pages(ctx.identity.layout, descriptor)
+                done = await self._compute_and_send(ctx, run, handle, first)
                 await ctx.at_step(RequestStep.SENT, run.public)
                 outcome.sent = True
             finally:
@@ -178,12 +185,13 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
     ) -> TransferHandle:
         """The sidecar takes the descriptor; what the prefix cache holds leaves at once."""
         layout = ctx.identity.layout
-        pages = admitted.pages[descriptor.first_block : layout.pages_for(descriptor.num_tokens)]
+        first, count = source_pages(layout, descriptor)
+        pages = admitted.pages[first : first + count]
         outcome.starting = asyncio.ensure_future(
             client.start_transfer(
                 descriptor,
                 {group.name: pages for group in layout.groups},
-                ready_pages=max(0, min(admitted.first_block - descriptor.first_block, len(pages))),
+                ready_pages=max(0, min(admitted.first_block - first, len(pages))),
                 traceparent=tracing.traceparent(),
             )
         )
@@ -257,15 +265,18 @@ def _check(ctx: WorkerContext, request: pb.RunRequest) -> kvtransfer_pb2.Descrip
     except DecodeError:
         raise refuse("descriptor", "does not parse") from None
     check_descriptor(descriptor, DescriptorLimits())
-    if descriptor.layout.fingerprint != layout.fingerprint():
-        raise FailedPrecondition("the descriptor's KV layout is not this worker's", details={"field": "descriptor"})
+    target = layout_from_proto(descriptor.layout)
+    try:
+        check_layouts_match(layout, target)
+    except InvalidArgument as error:
+        raise FailedPrecondition(error.message, details={"field": "descriptor"}) from None
     tokens = len(request.token_ids)
     if descriptor.num_tokens != tokens:
         raise refuse("descriptor.num_tokens", f"is {descriptor.num_tokens}, token_ids has {tokens}")
     first = descriptor.first_block
-    if first * layout.page_size >= tokens:
+    if first * target.page_size >= tokens:
         raise refuse("descriptor.first_block", "leaves nothing to send")
-    wanted = layout.pages_for(tokens) - first
+    wanted = target.pages_for(tokens) - first
     for group in descriptor.groups:
         if len(group.pages) != wanted:
             raise refuse("descriptor.groups", f"group {group.group!r} names {len(group.pages)} pages, not {wanted}")

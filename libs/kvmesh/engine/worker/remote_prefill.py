@@ -123,6 +123,8 @@ class RemotePrefill:
             client.open_slot(
                 expected_bytes=slot_bytes(self._ctx.identity.layout, self._groups),
                 groups=self._groups,
+                # A prefill worker whose pages have another size sends tokens and not pages.
+                num_tokens=len(self._tokens) - self._first_block * self._ctx.identity.layout.page_size,
                 request_id=self._request.key.request_id,
                 ttl_s=left + self._ctx.lease_s,
                 traceparent=tracing.traceparent(),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvmesh.kv.layout import KvLayout
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.mover import Mover
 from kvmesh.transfer.sidecar.options import SidecarOptions
@@ -33,6 +34,9 @@ class Session(Protocol):
 
     def apply(self, events: Sequence[Event]) -> None:
         """Carry out what the slot table says."""
+
+    def expected(self, slot: int, generation: int, source: KvLayout) -> int | None:
+        """Bytes that a writer with that layout must send; None: those that the slot was opened with."""
 
     def granted(self, slot: Slot) -> GrantedPages:
         """Where a slot's writes may land."""

@@ -15,6 +15,7 @@ import numpy as np
 from opentelemetry.trace import Span
 
 from kvmesh.errors import DataLoss, Internal, InvalidArgument, KvmeshError, Unavailable
+from kvmesh.kv.layout import KvLayout
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import BackgroundTasks
 from kvmesh.telemetry import metrics, names, tracing
@@ -28,12 +29,13 @@ from kvmesh.transfer.descriptor import (
     slot_bytes,
 )
 from kvmesh.transfer.immediate import GENERATIONS, pack
-from kvmesh.transfer.sends import Send, SendDone, SendEvent, SendTable
+from kvmesh.transfer.sends import Send, SendDone, SendEvent, SendTable, TailCopy, check_lists
 from kvmesh.transfer.sidecar.contracts import Counters, Host
 from kvmesh.transfer.sidecar.incoming import IncomingLinks, InLink
 from kvmesh.transfer.sidecar.outgoing import OutgoingLinks
 from kvmesh.transfer.sidecar.outlink import OutTransfer
 from kvmesh.transfer.slots import AskDrain, Completed, Drained, Event, Failed, Slot, SlotState, SlotTable
+from kvmesh.transfer.tail import rows_from_proto, tail_bytes, tails_from_proto
 from kvmesh.transfer.transports.base import EngineMemory, GrantedPages
 from kvmesh.transfer.wire import FrameSocket
 
@@ -51,6 +53,10 @@ class SlotContext:
     """What the sidecar keeps with a slot."""
 
     groups: dict[str, list[int]]
+    # Rows of tail buffers, by name.
+    tails: dict[str, int]
+    # Wanted from the lists' first on, None for all that they hold.
+    num_tokens: int | None
     request_id: str
     span: Span
 
@@ -73,12 +79,15 @@ class EngineSession:
         self.slots = SlotTable(sidecar.options.max_slots, first_generation=secrets.randbelow(GENERATIONS))
         self.counters = Counters()
         self.ending = False
+        self._region_names = {info.group for info in memory.infos}
         self._frames = frames
         self._tasks = BackgroundTasks()
         self._expiry: asyncio.TimerHandle | None = None
         self._starting = 0
         # High bits differ between sidecars: a ring may still hold records for a predecessor's transfers.
         self._next_transfer = secrets.randbits(31) << 32
+        if memory.poster is not None:
+            memory.poster.on_released = self._peer_released
 
     # --- from the engine -----------------------------------------------------------------------------------------
 
@@ -102,11 +111,15 @@ class EngineSession:
             elif kind == "send_pages":
                 pages = message.send_pages
                 self.sidecar.mover.pages_ready(pages.transfer_id, pages.first, pages.count)
+            elif kind == "send_tail":
+                self.sidecar.mover.tail_ready(message.send_tail.transfer_id)
             elif kind == "cancel_transfer":
                 cancel = message.cancel_transfer
                 self.sidecar.mover.stop_send(cancel.transfer_id, cancel.reason[:500] or "cancelled")
             elif kind == "ring":
                 self.sidecar.mover.wake()
+            elif kind in ("peer_mapped", "post_ended", "peer_released") and self.memory.poster is not None:
+                self.memory.poster.on_message(message)
             else:
                 raise InvalidArgument(f"an engine sent {kind or 'nothing that is known'}")
         except KvmeshError as error:
@@ -130,10 +143,15 @@ class EngineSession:
             raise InvalidArgument(f"open_slot: request_id is longer than {MAX_ID_CHARS} characters")
         if not 1 <= request.ttl_ms <= MAX_TTL_MS:
             raise InvalidArgument(f"open_slot: ttl_ms must be in 1..{MAX_TTL_MS}, got {request.ttl_ms}")
-        if self.sidecar.draining:
+        if self.sidecar.draining or self.ending:
             raise Unavailable("this sidecar is shutting down")
-        groups = groups_from_proto(request.groups, self.memory.layout, DescriptorLimits().max_pages)
-        need = slot_bytes(self.memory.layout, groups)
+        memory = self.memory
+        groups = groups_from_proto(request.groups, memory.layout, DescriptorLimits().max_pages)
+        most = max((len(pages) for pages in groups.values()), default=0)
+        if request.num_tokens and memory.layout.pages_for(request.num_tokens) != most:
+            raise InvalidArgument(f"open_slot: num_tokens {request.num_tokens} do not need {most} pages")
+        tails = rows_from_proto(request.tails, memory.tails)
+        need = slot_bytes(memory.layout, groups) + tail_bytes(memory.layout, memory.tails, tails)
         if request.expected_bytes != need:
             raise InvalidArgument(f"open_slot: expected_bytes {request.expected_bytes}, the page lists give {need}")
         span = tracing.start_span(
@@ -141,7 +159,7 @@ class EngineSession:
             parent=request.traceparent,
             attributes={names.ATTR_REQUEST_ID: request.request_id},
         )
-        context = SlotContext(groups, request.request_id, span)
+        context = SlotContext(groups, tails, request.num_tokens or None, request.request_id, span)
         try:
             slot = self.slots.open(need, now=time.monotonic(), ttl_s=request.ttl_ms / 1000, context=context)
         except KvmeshError as error:
@@ -190,34 +208,55 @@ class EngineSession:
         layout = self.memory.layout
         target = layout_from_proto(descriptor.layout)
         check_layouts_match(layout, target)
-        if target.tp != layout.tp:
-            raise InvalidArgument(f"not implemented: unequal tp ({layout.tp} to {target.tp})")
         src_pages = groups_from_proto(request.pages, layout, DescriptorLimits().max_pages)
         dst_pages = {entry.group: list(entry.pages) for entry in descriptor.groups}
-        if {name: len(pages) for name, pages in src_pages.items()} != {n: len(p) for n, p in dst_pages.items()}:
-            raise InvalidArgument("start_transfer: pages must name as many pages per group as the descriptor")
+        kept = {entry.group: list(entry.kept) for entry in request.pages if entry.kept}
+        first, end = descriptor.first_block * target.page_size, descriptor.num_tokens
+        check_lists(layout, target, src_pages, dst_pages, first, end, kept)
+        tails = self._tail_copies(request)
         link = await self.sidecar.outgoing.link(self, descriptor)
         assert link.outbound is not None
-        assert link.layout is not None
         keys = {(region.group, region.rank): region.key for region in descriptor.regions}
         if keys != {(region.group, region.rank): region.key for region in link.regions}:
             raise InvalidArgument("descriptor: its region keys are not those of the destination's engine")
-        if target.num_pages != link.layout.num_pages:
+        if target != link.layout or tails_from_proto(descriptor.layout, target) != link.tails:
             raise InvalidArgument("descriptor: its layout is not that of the destination's engine")
+        expected = slot_bytes(target, dst_pages, layout, end - first)
         self._next_transfer += 1
         send = Send(
             transfer_id=self._next_transfer,
             immediate=pack(descriptor.slot, descriptor.generation),
             outbound=link.outbound,
             src_layout=layout,
-            dst_layout=link.layout,
+            dst_layout=target,
             src_pages=src_pages,
             dst_pages=dst_pages,
             src_region={(info.group, info.rank): i for i, info in enumerate(self.memory.infos)},
             dst_region={(info.group, info.rank): i for i, info in enumerate(link.regions)},
-            expected=descriptor.expected_bytes,
+            expected=expected + target.tp * sum(copy.row_bytes for copy in tails.values()),
+            first_token=first,
+            end_token=end,
+            kept=kept,
+            tails=tails,
         )
         return await self.sidecar.outgoing.start(self, request, send, link)
+
+    def _tail_copies(self, request: pb.StartTransfer) -> dict[str, TailCopy]:
+        """Rows of both ends. Raises InvalidArgument where they do not go together."""
+        mine = {tail.name: tail for tail in self.memory.tails}
+        theirs = {tail.name: tail.row_bytes for tail in request.descriptor.layout.tails}
+        src_rows = rows_from_proto(request.tails, self.memory.tails)
+        dst_rows = {row.name: row.row for row in request.descriptor.tails}
+        if src_rows.keys() != dst_rows.keys():
+            raise InvalidArgument(
+                f"start_transfer: tails {sorted(src_rows)} are given, the descriptor wants {sorted(dst_rows)}"
+            )
+        for name in src_rows:
+            if mine[name].row_bytes != theirs[name]:
+                raise InvalidArgument(
+                    f"tail {name!r}: a row has {mine[name].row_bytes} bytes here, {theirs[name]} at the destination"
+                )
+        return {name: TailCopy(row, dst_rows[name], mine[name].row_bytes) for name, row in src_rows.items()}
 
     # --- to the engine -------------------------------------------------------------------------------------------
 
@@ -308,10 +347,25 @@ class EngineSession:
             tracing.mark_failed(span, error)
         span.end()
 
+    def expected(self, slot: int, generation: int, source: KvLayout) -> int | None:
+        """Bytes that a writer with that layout must send; None: those that the slot was opened with. Raises
+        InvalidArgument."""
+        current = self.slots.get(slot, generation)
+        layout = self.memory.layout
+        if current is None or source.page_size == layout.page_size:
+            return None
+        context = current.context
+        assert isinstance(context, SlotContext)
+        if len({len(pages) for pages in context.groups.values()}) > 1:
+            raise InvalidArgument("not implemented: kept pages between pages of unequal size")
+        count = slot_bytes(layout, context.groups, source, context.num_tokens)
+        return count + tail_bytes(layout, self.memory.tails, context.tails)
+
     def granted(self, slot: Slot) -> GrantedPages:
         """Where a slot's writes may land."""
         assert isinstance(slot.context, SlotContext)
-        sorted_pages = {name: np.asarray(sorted(pages), dtype=np.int64) for name, pages in slot.context.groups.items()}
+        pages = slot.context.groups | {name: [row] for name, row in slot.context.tails.items()}
+        sorted_pages = {name: np.asarray(sorted(pages.get(name, ())), dtype=np.int64) for name in self._region_names}
         return GrantedPages({i: sorted_pages[info.group] for i, info in enumerate(self.memory.infos)})
 
     async def writer_joined(self, link_id: int, hello: pb.PeerHello, pidfd: int) -> None:
@@ -322,6 +376,11 @@ class EngineSession:
         finally:
             os.close(pidfd)
         await self._frames.flush(WRITER_TOLD_TIMEOUT_S)
+
+    def _peer_released(self, released: pb.PeerReleased) -> None:
+        """Our engine has let go of memory that no link waits for any more: tell its destination."""
+        unmapped = pb.Unmapped(engine_id=released.engine_id, incarnation=released.incarnation, link_id=released.link_id)
+        self.sidecar.outgoing.tell_notice(self, unmapped, released.control_address)
 
     def writer_gone(self, link_id: int, reason: str) -> None:
         """And it has let go of it."""
@@ -352,6 +411,8 @@ class EngineSession:
         self.ending = True
         if self._expiry is not None:
             self._expiry.cancel()
+        if self.memory.poster is not None:
+            self.memory.poster.lost()
         sidecar = self.sidecar
         log.info("engine %s is gone (%s)", self.memory.engine_id, reason)
         await sidecar.outgoing.end_all(self, "the source's engine is gone", sidecar.options.lease_s)

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, NotFound, Unavailable
+from kvmesh.kv.layout import KvLayout
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import BackgroundTasks
 from kvmesh.telemetry import metrics, names
@@ -37,6 +38,8 @@ class InLink:
     link_id: int
     session: Session
     hello: pb.PeerHello
+    # The writer's.
+    layout: KvLayout
     choice: Choice
     outbox: Outbox[pb.PeerResponse]
     state: str = "up"
@@ -96,7 +99,7 @@ class IncomingLinks:
             transport=link.transport.name,
             reason=link.reason,
             regions=session.memory.infos,
-            layout=layout_to_proto(session.memory.layout),
+            layout=layout_to_proto(session.memory.layout, session.memory.tails),
             link_id=link.link_id,
             heartbeat_s=options.heartbeat_s,
             lease_s=options.lease_s,
@@ -109,6 +112,7 @@ class IncomingLinks:
                 on_joined=lambda inbound, pidfd: self._joined(link, inbound, pidfd),
                 on_ready=lambda: self._arrived(link),
                 on_end=lambda reason: link.end(reason),
+                source_ranks=first.hello.layout.tp,
                 offer=next((offer for offer in first.hello.offers if offer.name == link.transport.name), None),
             )
         )
@@ -172,12 +176,13 @@ class IncomingLinks:
             raise NotFound("this sidecar is a successor: it knows nothing of its predecessor's slots")
         if len(self.links) >= MAX_LINKS:
             raise Unavailable(f"{MAX_LINKS} links are open already")
-        check_layouts_match(session.memory.layout, layout_from_proto(hello.layout))
+        layout = layout_from_proto(hello.layout)
+        check_layouts_match(layout, session.memory.layout)
         choice = choose(self._sidecar.configured, hello)
         outbox = Outbox(
             write, lambda n: pb.PeerResponse(heartbeat=pb.Heartbeat(sequence=n)), self._sidecar.options.heartbeat_s
         )
-        return InLink(secrets.randbits(63) | 1, session, hello, choice, outbox)
+        return InLink(secrets.randbits(63) | 1, session, hello, layout, choice, outbox)
 
     async def _notices(
         self,
@@ -239,7 +244,10 @@ class IncomingLinks:
         try:
             if link.inbound is None:
                 raise FailedPrecondition("the data connection is not open yet")
-            slot = session.slots.bind(bind.slot, bind.generation, bind.bytes, link.link_id, now=time.monotonic())
+            expected = session.expected(bind.slot, bind.generation, link.layout)
+            slot = session.slots.bind(
+                bind.slot, bind.generation, bind.bytes, link.link_id, now=time.monotonic(), expected=expected
+            )
             link.inbound.grant(slot.immediate, session.granted(slot))
             link.transfers += 1
             reply.ok = True

@@ -106,7 +106,7 @@ class OutgoingLinks:
         )
         send.context = transfer
         try:
-            await link.bind(transfer, descriptor.expected_bytes)
+            await link.bind(transfer, send.expected)
             self.transfers[send.transfer_id] = transfer
             transfer.running = True
             send.outbound.announce(send.immediate, send.transfer_id, request)
@@ -168,11 +168,14 @@ class OutgoingLinks:
 
     def tell_unmapped(self, link: OutLink) -> None:
         """Tell whoever serves that engine now that its memory is let go of, until somebody has heard it."""
-        if link.link_id and link.transport not in ("tcp", "verbs", "efa"):
-            memory = link.session.memory
-            notice = _Notice(link.notice(), link.key[3], memory.engine_id, memory.incarnation)
-            self._untold[link.link_id] = notice
-            self._notices.spawn(self._tell(notice), name="notice", essential=False)
+        if link.link_id and link.transport not in ("tcp", "verbs", "efa") and not link.held:
+            self.tell_notice(link.session, link.notice(), link.key[3])
+
+    def tell_notice(self, session: Session, message: pb.Unmapped, address: str) -> None:
+        """As `tell_unmapped`. address: where its destination was."""
+        notice = _Notice(message, address, session.memory.engine_id, session.memory.incarnation)
+        self._untold[message.link_id] = notice
+        self._notices.spawn(self._tell(notice), name="notice", essential=False)
 
     def untold(self, engine_id: str, incarnation: int) -> list[pb.Unmapped]:
         """Notices for an engine that nobody has taken yet. A new link to it carries them: its sidecar may have another

@@ -26,12 +26,13 @@ from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.proto.v1 import kvtransfer_pb2_grpc
 from kvmesh.rpc import MeshChannel, raising
 from kvmesh.telemetry import metrics, names
-from kvmesh.transfer.descriptor import check_layouts_match, layout_from_proto, layout_to_proto
+from kvmesh.transfer.descriptor import check_layouts_match, check_region_infos, layout_from_proto, layout_to_proto
 from kvmesh.transfer.immediate import pack
 from kvmesh.transfer.sends import SendEvent
 from kvmesh.transfer.sidecar.choice import bounded, one_line, reason_code
 from kvmesh.transfer.sidecar.contracts import Host, Session
 from kvmesh.transfer.sidecar.stream import Outbox, next_message, short
+from kvmesh.transfer.tail import TailBuffer, tails_from_proto
 from kvmesh.transfer.transports.base import Outbound
 from kvmesh.transfer.wire import PROTOCOL
 
@@ -104,6 +105,7 @@ class OutLink:
         self.bytes = 0
         self.transfers = 0
         self.layout: KvLayout | None = None
+        self.tails: tuple[TailBuffer, ...] = ()
         self.regions: list[pb.RegionInfo] = []
         self.outbound: Outbound | None = None
         self.current: dict[int, OutTransfer] = {}
@@ -174,12 +176,12 @@ class OutLink:
                     destination_engine_id=self.engine_id,
                     destination_incarnation=self.incarnation,
                     destination_sidecar_incarnation=self.key[2],
-                    layout=layout_to_proto(memory.layout),
-                    offers=[t.offer() for t in self.owner.sidecar.transports.values() if t.status[0]],
+                    layout=layout_to_proto(memory.layout, memory.tails),
+                    offers=[t.offer() for t in self.owner.sidecar.transports.values() if t.ready[0]],
                     failed=failed,
                     unusable=[
                         pb.TransportOffer(name=name, reason=why[:200])
-                        for name, (usable, why) in ((n, t.status) for n, t in self.owner.sidecar.configured.items())
+                        for name, (usable, why) in ((n, t.ready) for n, t in self.owner.sidecar.configured.items())
                         if not usable
                     ],
                 )
@@ -187,6 +189,7 @@ class OutLink:
                 self._take(reply)
                 try:
                     transport = self.owner.sidecar.transports[reply.transport]
+                    transport.reached(reply.link_id, self.key[3])
                     self.outbound = await transport.connect_over(
                         lambda hello: self._ask(call, hello), reply, options.sidecar_id, options.connect_timeout_s
                     )
@@ -244,13 +247,10 @@ class OutLink:
             raise FailedPrecondition(f"the destination chose transport {reply.transport!r}, which was not offered")
         layout = layout_from_proto(reply.layout)
         check_layouts_match(self.session.memory.layout, layout)
-        wanted = {(group.name, rank) for group in layout.groups for rank in range(layout.tp)}
-        if {(r.group, r.rank) for r in reply.regions} != wanted or len(reply.regions) != len(wanted):
-            raise InvalidArgument("the destination's regions do not fit its layout")
-        for region in reply.regions:
-            if region.nbytes < layout.region_bytes(region.group):
-                raise InvalidArgument(f"the destination's region {region.group!r} is smaller than its layout")
+        tails = tails_from_proto(reply.layout, layout)
+        check_region_infos("the destination's hello", reply.regions, layout, tails)
         self.layout = layout
+        self.tails = tails
         self.regions = list(reply.regions)
         self.link_id = reply.link_id
         self.transport = reply.transport
@@ -295,7 +295,8 @@ class OutLink:
             if self._finish and not reader.done() and not writer.done():
                 # In order: everything stops and drains, the peer hears each end, then that its memory is let go of.
                 await self._release(self._end_reason)
-                self._outbox.put(pb.PeerRequest(unmapped=self.notice()))
+                if not self.held:
+                    self._outbox.put(pb.PeerRequest(unmapped=self.notice()))
                 self._outbox.finish()
                 await asyncio.wait([writer], timeout=options.lease_s)
                 told = writer.done() and writer.exception() is None
@@ -329,6 +330,13 @@ class OutLink:
             await self.owner.sidecar.mover.remove_link(self.outbound, reason)
             # Events of the drained transfers are on the loop already: let them be handled before anything follows.
             await asyncio.sleep(0)
+            await self.outbound.released()
+
+    @property
+    def held(self) -> bool:
+        """True while somebody may still have the peer's memory mapped, who has not said otherwise."""
+        transport = self.owner.sidecar.transports.get(self.transport)
+        return transport is not None and transport.holds(self.link_id)
 
     async def _read(self, call: Any) -> None:
         lease_s = self.owner.sidecar.options.lease_s
