@@ -403,7 +403,8 @@ class EngineCore:
         if ran or load != self._load:
             self._load = load
             self.scheduler.events.append(StepDone(self.load()))
-        if not load.running and not load.waiting:
+        # What waits for room that others hold while their KV travels waits for the peer, which has limits of its own.
+        if not load.running and (not load.waiting or load.transferring):
             with self._cond:
                 if not self._inbox:
                     self._watch.idle()

@@ -12,7 +12,8 @@ _log = logging.getLogger(__name__)
 
 
 class StallWatch:
-    """`work` says that there is something to do, `progress` that something was done, `idle` that nothing is left."""
+    """`work` says that there is something to do, `progress` that something was done, `idle` that nothing is left to do
+    here: no request, or none that could run before a peer has sent or taken its pages."""
 
     def __init__(
         self,

@@ -343,10 +343,41 @@ def test_stall_is_seen_while_the_runner_hangs() -> None:
     world.core.stop()
 
 
-def test_waiting_without_running_is_a_stall(caplog) -> None:
-    """Running 0, waiting 1, and nothing moves."""
+@pytest.mark.parametrize("exposed", [False, True])
+def test_waiting_for_a_peer_is_no_stall(exposed: bool) -> None:
+    """The pool is full of pages that a slow peer fills: nothing can run, and nothing is wrong here."""
     world = World(num_pages=4, page_size=4, max_model_len=16, stall_timeout_s=10.0, prefix_cache=False)
     holder = world.submit(Mode.REMOTE, length=13)
+    world.run()
+    if exposed:
+        assert world.expose(holder)
+    waiting = world.submit(length=9)
+    world.run()
+    world.clock.now += 100
+    load = world.core.load()
+    assert (load.running, load.waiting, load.transferring) == (0, 1, 1)
+    assert not load.stalled
+    # From here on there is work, and it is watched again.
+    if exposed:
+        world.deliver(holder)
+    else:
+        world.prefill_here(holder)
+    assert not world.core.load().stalled
+    world.clock.now += 11
+    assert world.core.load().stalled
+    world.run()
+    assert error_of(world.tracks[waiting]) is None
+    assert not world.core.load().stalled
+    world.finish()
+
+
+def test_waiting_without_running_is_a_stall(caplog) -> None:
+    """Running 0, waiting 1, no transfer, and nothing moves: a drain that never comes holds the pages."""
+    world = World(num_pages=4, page_size=4, max_model_len=16, stall_timeout_s=10.0, prefix_cache=False)
+    holder = world.submit(Mode.REMOTE, length=13)
+    world.run()
+    assert world.expose(holder)
+    world.abort(holder)
     world.run()
     stuck = world.submit(length=9)
     world.run()
@@ -355,11 +386,11 @@ def test_waiting_without_running_is_a_stall(caplog) -> None:
     world.clock.now += 11
     load = world.core.load()
     assert load.stalled
-    assert (load.running, load.waiting, load.transferring) == (0, 1, 1)
+    assert (load.running, load.waiting, load.transferring) == (0, 1, 0)
     world.core._watch.look()
-    assert "awaiting_kv" in caplog.text
+    assert "draining=3" in caplog.text
     assert "waiting" in caplog.text
-    world.abort(holder)
+    world.drained(holder)
     world.run()
     assert not world.core.load().stalled
     assert error_of(world.tracks[stuck]) is None
