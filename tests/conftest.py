@@ -23,6 +23,22 @@ settings.register_profile(
 settings.load_profile("kvmesh")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests measured, given by `record_property("measured", …)`, at the end of a run."""
+    lines = [
+        str(value)
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        if report.when == "call"
+        for name, value in report.user_properties
+        if name == "measured"
+    ]
+    if lines:
+        terminalreporter.section(f"measured ({'full sizes' if os.environ.get('KVMESH_SOAK') else 'sizes of CI'})")
+        for line in lines:
+            terminalreporter.line(line)
+
+
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
     """A service that a test starts sets up the root logger of this process: no later test may notice."""

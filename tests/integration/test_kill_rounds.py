@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from kvmesh.client import Client
 from kvmesh.errors import KvmeshError
 from mesh_kit import PATIENT, SCRIPTED, Mesh, mesh_up, settled, until
 
+Tell = Callable[[str, str], None]
 SOAK = bool(os.environ.get("KVMESH_SOAK"))
 ROUNDS = 50 if SOAK else 5
 REAL_ROUNDS = 2
@@ -123,8 +125,8 @@ async def recovered(load: Load, serving: float) -> float:
         await asyncio.sleep(0.02)
 
 
-async def kill_rounds(mesh: Mesh, load: Load, victim: str, rounds: int) -> None:
-    """Kill `victim` again and again under load; prints what was seen."""
+async def kill_rounds(mesh: Mesh, load: Load, victim: str, rounds: int) -> str:
+    """Kill `victim` again and again under load; returns what was seen."""
     began, worst, slowest_start = time.monotonic(), 0.0, 0.0
     for round_ in range(rounds):
         before = mesh.pid(victim)
@@ -139,7 +141,7 @@ async def kill_rounds(mesh: Mesh, load: Load, victim: str, rounds: int) -> None:
         except AssertionError as error:
             raise AssertionError(f"round {round_ + 1}: {error}") from None
     seconds = time.monotonic() - began
-    print(
+    return (
         f"{victim}: {rounds} rounds in {seconds:.0f} s, {load.total} requests so far; slowest: killed to SERVING "
         f"{slowest_start:.1f} s, SERVING to 100 % {worst:.2f} s"
     )
@@ -172,7 +174,13 @@ async def without_leak(mesh: Mesh, before: dict[str, tuple[int, int]], victims: 
     await until(lambda: not grown(), f"descriptors and mappings as before: {grown()}", timeout_s=60)
 
 
-async def run(options: MeshOptions, load_of: dict[str, int], victims: tuple[str, ...], rounds: int) -> None:
+async def run(
+    options: MeshOptions,
+    load_of: dict[str, int],
+    victims: tuple[str, ...],
+    rounds: int,
+    tell: Tell,
+) -> None:
     async with mesh_up(options, cache=False, decode=2, settings=SETTINGS) as mesh:
         # Rounds follow one another closely on purpose: that is no crash loop, which would be restarted ever later.
         mesh.supervisor.stable_after_s = 0.0
@@ -183,7 +191,7 @@ async def run(options: MeshOptions, load_of: dict[str, int], victims: tuple[str,
             await until(lambda: load.successes_since(0.0) >= 4 * load.clients, "the load to run", timeout_s=120)
             before = held(mesh, victims)
             for victim in victims:
-                await kill_rounds(mesh, load, victim, rounds)
+                tell("measured", f"kill -9, {options.runner} engine: {await kill_rounds(mesh, load, victim, rounds)}")
                 assert not clients.done(), f"the load ended: {clients}"
         finally:
             clients.cancel()
@@ -193,12 +201,12 @@ async def run(options: MeshOptions, load_of: dict[str, int], victims: tuple[str,
 
 @pytest.mark.timeout(300 + 60 * ROUNDS)
 @pytest.mark.parametrize("victim", list(SERVING))
-async def test_any_one_process_may_be_killed(victim: str) -> None:
-    await run(SCRIPTED, {"clients": 8, "max_tokens": 8}, (victim,), ROUNDS)
+async def test_any_one_process_may_be_killed(victim: str, record_property: Tell) -> None:
+    await run(SCRIPTED, {"clients": 8, "max_tokens": 8}, (victim,), ROUNDS, record_property)
 
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-async def test_the_same_on_the_real_model() -> None:
+async def test_the_same_on_the_real_model(record_property: Tell) -> None:
     real = MeshOptions(gateway_port=0, threads=1, settings=PATIENT)
-    await run(real, {"clients": 2, "max_tokens": 3}, tuple(SERVING), REAL_ROUNDS)
+    await run(real, {"clients": 2, "max_tokens": 3}, tuple(SERVING), REAL_ROUNDS, record_property)
