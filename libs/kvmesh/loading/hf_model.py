@@ -46,7 +46,8 @@ def _rope(raw: dict[str, Any], where: Path) -> RopeConfig:
     if not params.get("truncate", True) or params.get("partial_rotary_factor", 1.0) != 1.0:
         raise InvalidArgument(f"{where}: rope with truncate false or a partial_rotary_factor is not supported")
     theta = params.get("rope_theta")
-    factor = float(params.get("factor", 1.0))
+    # Yarn without a factor would be none.
+    factor = float(params["factor"] if kind == "yarn" else params.get("factor", 1.0))
     return RopeConfig(
         theta=float(theta if theta is not None else 10000.0),
         kind=cast(RopeKind, kind),
@@ -87,7 +88,7 @@ def config_of(directory: Path) -> ModelConfig:
     where = directory / "config.json"
     raw = read_json(where)
     kind = raw.get("model_type")
-    if kind not in _SUPPORTED:
+    if not isinstance(kind, str) or kind not in _SUPPORTED:
         raise InvalidArgument(f"{where}: model_type {kind!r} is not one of {', '.join(sorted(_SUPPORTED))}")
     if raw.get("hidden_act", "silu") != "silu":
         raise InvalidArgument(f"{where}: activation {raw['hidden_act']!r} is not supported")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+
+from kvmesh.loading.source import SCRIPTED_EOS, SCRIPTED_VOCAB
+from kvmesh.loading.tokenizer import CHATML_TEMPLATE, scripted_tokenizer
 
 MLA_TINY = {
     "vocab_size": 199,
@@ -75,4 +79,14 @@ def make_mla(
             tensor.copy_(torch.randn_like(tensor) * size + (1.0 if name.endswith("norm.weight") else 0.0))
     model = model.to(dtype)
     model.save_pretrained(directory)
+    return model
+
+
+def make_mla_service(directory: Path, variant: str = "v3_yarn", **changes: object) -> torch.nn.Module:
+    """`make_mla` with what a whole mesh needs: a tokenizer of bytes (id = byte), a chat template, end-of-sequence."""
+    sizes = {"vocab_size": SCRIPTED_VOCAB, "bos_token_id": None, "eos_token_id": SCRIPTED_EOS}
+    model = make_mla(directory, variant, **{**sizes, **changes})
+    scripted_tokenizer().tokenizer.save(str(directory / "tokenizer.json"))
+    words = {"eos_token": "<|im_end|>", "chat_template": CHATML_TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(words))
     return model

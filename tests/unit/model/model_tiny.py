@@ -43,6 +43,18 @@ VARIANTS = {
             }
         },
     ),
+    "yarn_rope": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
 }
 

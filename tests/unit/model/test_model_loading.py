@@ -165,9 +165,7 @@ def test_truncation_message_names_tensor_and_sizes(tmp_path: Path) -> None:
         GgufCheckpoint(tmp_path / "m.gguf")
 
 
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_corrupt_gguf_never_raises_anything_else(corruptible: Path, data: st.DataObject) -> None:
     raw = bytearray(corruptible.read_bytes())
@@ -352,7 +350,13 @@ def test_missing_shard_and_bad_index(tmp_path: Path) -> None:
     [
         ({"model_type": "gpt_neox"}, InvalidArgument),
         ({"hidden_act": "gelu"}, InvalidArgument),
-        ({"rope_parameters": {"rope_type": "yarn"}}, InvalidArgument),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, InvalidArgument),
+        ({"rope_parameters": {"rope_type": "yarn"}}, DataLoss),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 0.0}}, DataLoss),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}}, DataLoss),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2}}, DataLoss),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}, InvalidArgument),
+        ({"quantization_config": {"quant_method": "fp8"}}, InvalidArgument),
         ({"num_hidden_layers": -1}, DataLoss),
         ({"hidden_size": "wide"}, DataLoss),
         ({"num_key_value_heads": 3}, DataLoss),
