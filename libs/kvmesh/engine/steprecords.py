@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 from kvmesh.engine.events import Mode, RequestKey
 from kvmesh.engine.sequence import Planned
-from kvmesh.errors import InvalidArgument
+from kvmesh.errors import DataLoss, InvalidArgument
 from kvmesh.kv.ring import Doorbell, StepEntry, StepRecord, StepRing
 
+log = logging.getLogger(__name__)
 _POLL_S = 0.001
 
 
@@ -100,3 +102,7 @@ class StepRecords:
             return self._ring.publish(record)
         except InvalidArgument:
             return False  # more entries than the ring can ever hold
+        except DataLoss as error:
+            # The consumer's cursor makes no sense: this engine goes on without sending.
+            log.error("no step record can be published: %s", error.message)
+            return False

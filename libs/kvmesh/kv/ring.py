@@ -74,6 +74,11 @@ class Doorbell:
         self._cell = self._view[index * DOORBELL_BYTES // 8 : index * DOORBELL_BYTES // 8 + 1]
 
     @property
+    def address(self) -> int:
+        """Where the counter is mapped, for native code that looks at it. Valid until `close`."""
+        return int(np.frombuffer(self._cell, dtype=np.uint64).__array_interface__["data"][0])
+
+    @property
     def value(self) -> int:
         """How often it has rung. What the ringer wrote before that ring is visible after this read."""
         value: int = self._cell[0]

@@ -1,8 +1,10 @@
 """Reads the engine's step ring and doorbell, and knows how long the mover may sleep between two looks.
 
-No busy waiting: idle, the mover sleeps on the ring's eventfd. While a step runs, the watcher sleeps until just before
-the next ring is due, by the time that layers have taken so far, and then looks every MIN_SLEEP_S; a layer that is late
-is looked for ever more rarely. An engine that also signals the eventfd at each layer needs none of this.
+Idle, the mover sleeps on the ring's eventfd. While a step runs, the watcher sleeps until just before the next ring is
+due, by the time that layers have taken so far. Around that time it looks closely, as `Patience` says: spinning, then
+yielding the core between looks, then every MIN_SLEEP_S; a layer that is late is looked for ever more rarely, and never
+by spinning. So what is burnt is bounded for each layer, and nothing where no step runs. An engine that also signals the
+eventfd at each layer needs none of this.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvmesh.errors import DataLoss
 from kvmesh.kv.region import Region
 from kvmesh.kv.ring import Doorbell, StepRing
+from kvmesh.transfer.native.moves import Bells
 from kvmesh.transfer.sends import SendTable
 
 MIN_SLEEP_S = 50e-6
@@ -34,6 +38,24 @@ NOTIFIED_S = 0.05
 UNNOTIFIED_S = 0.002
 
 
+# From so many cores on, one of them is worth less than a layer's delay.
+SPIN_CORES = 8
+
+
+class Patience(NamedTuple):
+    """What one close look at the doorbell may burn: seconds without a pause, then seconds of yielding."""
+
+    spin_s: float
+    yield_s: float
+
+    @classmethod
+    def named(cls, name: str) -> Patience:
+        """`spin`, `yield`, `sleep`, or `auto`: by the cores that this process may use."""
+        if name == "auto":
+            name = "spin" if len(os.sched_getaffinity(0)) >= SPIN_CORES else "sleep"
+        return {"spin": cls(200e-6, 300e-6), "yield": cls(0.0, 200e-6), "sleep": cls(0.0, 0.0)}[name]
+
+
 class RingWatcher:
     """One engine's ring, doorbells and eventfd. Lives on the mover's thread; `close` lets go of the memory.
 
@@ -41,10 +63,14 @@ class RingWatcher:
     eventfd: a non-blocking descriptor that the engine writes to after each publish (and may write to at each layer).
     """
 
-    def __init__(self, ring: Region, doorbells: Region | Sequence[Region], eventfd: int) -> None:
+    def __init__(
+        self, ring: Region, doorbells: Region | Sequence[Region], eventfd: int, patience: Patience | None = None
+    ) -> None:
         self._ring = StepRing(ring.buf)
         rung = [doorbells] if isinstance(doorbells, Region) else doorbells
         self._doorbells = [Doorbell(doorbell.buf) for doorbell in rung]
+        self._bells = Bells([doorbell.address for doorbell in self._doorbells], self._rung)
+        self._patience = patience or Patience.named("auto")
         self.eventfd = eventfd
         self._notified = False
         self._value = self._rung()
@@ -86,6 +112,14 @@ class RingWatcher:
 
     def _rung(self) -> int:
         return min(doorbell.value for doorbell in self._doorbells)
+
+    def linger(self, table: SendTable) -> bool:
+        """Where the next ring is due about now, look closely for it; True where it has come. Releases the GIL."""
+        due = table.awaiting_doorbell
+        if due is None or self._patience == (0.0, 0.0):
+            return False
+        age = time.monotonic() - self._changed
+        return SURE * self._layer_s <= age < LATE * self._layer_s and self._bells.reached(due, *self._patience)
 
     def sleep_s(self, table: SendTable) -> float:
         """Seconds until the next look, where no eventfd asks for one before."""

@@ -36,7 +36,7 @@ from kvmesh.transfer.sidecar.ranks import (
 from kvmesh.transfer.transports.base import EngineMemory
 from kvmesh.transfer.transports.posted import EnginePoster
 from kvmesh.transfer.transports.shm import listen_unix, prefault
-from kvmesh.transfer.watcher import RingWatcher
+from kvmesh.transfer.watcher import Patience, RingWatcher
 from kvmesh.transfer.wire import MAX_HELLO_BYTES, FrameSocket
 
 log = logging.getLogger(__name__)
@@ -302,7 +302,7 @@ class EngineServer:
             if mapped and any(name in self._sidecar.transports for name in ("shm", "fake")):
                 await asyncio.to_thread(prefault, regions, write=False)
             doorbells = [doorbell, *(seat.doorbell for seat in seats if seat.doorbell is not None)]
-            watcher = RingWatcher(ring, doorbells, eventfd)
+            watcher = RingWatcher(ring, doorbells, eventfd, Patience.named(self._sidecar.options.doorbell))
             # Its own from here on.
             fds.remove(eventfd)
         except BaseException as error:

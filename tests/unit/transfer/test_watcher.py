@@ -1,0 +1,113 @@
+"""The close look at the doorbell: it sees every ring, burns no more than it may, and never where no step runs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvmesh.kv.region import Region
+from kvmesh.kv.ring import Doorbell, StepEntry, StepRecord, StepRing
+from kvmesh.transfer.sends import SendTable
+from kvmesh.transfer.watcher import Patience, RingWatcher
+from test_sends import LAYOUT, Recorder, make
+
+PATIENCE = Patience(spin_s=0.01, yield_s=0.05)
+
+
+class Rig:
+    def __init__(self, patience: Patience, ranks: int = 1) -> None:
+        self.ring_region = Region.create("ring", 4096)
+        self.regions = [Region.create("bell", 4096) for _ in range(ranks)]
+        self.ring = StepRing(self.ring_region.buf)
+        self.bells = [Doorbell(region.buf) for region in self.regions]
+        eventfd = os.eventfd(0, os.EFD_NONBLOCK)
+        self.watcher = RingWatcher(self.ring_region, self.regions, eventfd, patience)
+        self.table = SendTable(LAYOUT)
+        self.out = Recorder()
+
+    def begin(self) -> None:
+        self.table.start(make(self.out, [1], [2]), 0)
+        assert self.ring.publish(StepRecord(1, 4, (StepEntry(1, 0, 1),)))
+        self.watcher.feed(self.table)
+
+    def due(self) -> None:
+        """Make the next ring due now, and for many minutes: layers take long, and this one has taken that long."""
+        self.watcher._layer_s = 1000.0
+        self.watcher._changed = time.monotonic() - 1000.0
+
+    def close(self) -> None:
+        self.watcher.close()
+        self.ring.close()
+        for bell in self.bells:
+            bell.close()
+        for region in (*self.regions, self.ring_region):
+            region.close()
+
+
+@pytest.fixture
+def rigs() -> Iterator[list[Rig]]:
+    made: list[Rig] = []
+    yield made
+    for rig in made:
+        rig.close()
+
+
+def test_a_ring_ends_the_look(rigs: list[Rig]) -> None:
+    rig = Rig(Patience(0.0, 60.0))
+    rigs.append(rig)
+    rig.begin()
+    rig.due()
+    ringer = threading.Timer(0.05, rig.bells[0].ring)
+    ringer.start()
+    assert rig.watcher.linger(rig.table)
+    ringer.join()
+    assert rig.watcher.feed(rig.table)
+    assert len(rig.out.writes) == 1
+
+
+def test_no_look_where_nothing_is_due(rigs: list[Rig]) -> None:
+    rig = Rig(Patience(60.0, 60.0))
+    rigs.append(rig)
+    # Idle, just rung, and late: none of them may wait those two minutes.
+    assert not rig.watcher.linger(rig.table)
+    rig.begin()
+    rig.watcher._changed = time.monotonic() + 1000.0
+    assert not rig.watcher.linger(rig.table)
+    rig.watcher._changed = time.monotonic() - 1000.0
+    assert not rig.watcher.linger(rig.table)
+
+
+def test_the_look_is_bounded(rigs: list[Rig]) -> None:
+    rig = Rig(PATIENCE)
+    rigs.append(rig)
+    rig.begin()
+    rig.due()
+    cpu = time.thread_time()
+    assert not rig.watcher.linger(rig.table)
+    assert time.thread_time() - cpu < 10 * (PATIENCE.spin_s + PATIENCE.yield_s)
+
+
+def test_ranks_ring_for_themselves_and_a_layer_leaves_at_the_least(rigs: list[Rig]) -> None:
+    rig = Rig(PATIENCE, ranks=3)
+    rigs.append(rig)
+    rig.begin()
+    for bell in rig.bells[:2]:
+        bell.ring()
+        bell.ring()
+    rig.due()
+    assert not rig.watcher.linger(rig.table)
+    assert not rig.watcher.feed(rig.table)
+    rig.bells[2].ring()
+    rig.due()
+    assert rig.watcher.linger(rig.table)
+    assert rig.watcher.feed(rig.table)
+    assert len(rig.out.writes) == 1
+
+
+def test_auto_goes_by_cores() -> None:
+    assert Patience.named("auto") in (Patience.named("sleep"), Patience.named("spin"))
+    assert Patience.named("sleep") == (0.0, 0.0)
