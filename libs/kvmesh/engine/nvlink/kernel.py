@@ -6,11 +6,11 @@ scope: whoever reads a counter on the host afterwards may have the destination's
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def scatter(  # type: ignore[no-untyped-def]
     src_ptr,  # (rows,) addresses in layer 0 of the group
     dst_ptr,  # (rows,)
