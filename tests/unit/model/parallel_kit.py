@@ -150,7 +150,7 @@ class RankPool:
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            process.join(10)
+            process.join(60)
             if process.is_alive():
                 process.kill()
                 process.join()

@@ -17,7 +17,7 @@ from kvmesh.transfer.rank import RankMember
 from kvmesh.transfer.sidecar import Sidecar, SidecarOptions
 from kvmesh.transfer.tail import TailBuffer, region_sizes
 
-WAIT_S = 30.0
+WAIT_S = 90.0
 
 
 def make_layout(tp: int = 3, num_pages: int = 8) -> KvLayout:
