@@ -13,6 +13,7 @@ from kvmesh.kv.region import Region
 from kvmesh.rpc import cancel_and_wait
 from kvmesh.transfer.client import SidecarClient
 from kvmesh.transfer.orphans import Writers
+from kvmesh.transfer.posting import Poster
 from kvmesh.transfer.tail import TailBuffer
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class SidecarLink:
         tails: Sequence[TailBuffer] = (),
         connect_timeout_s: float = 5.0,
         join_timeout_s: float = 35.0,
+        poster: Poster | None = None,
         on_connected: Callable[[SidecarClient], None] | None = None,
         on_lost: Callable[[], None] | None = None,
     ) -> None:
@@ -55,6 +57,7 @@ class SidecarLink:
         self._ring = ring
         self._tails = tuple(tails)
         self._timeout_s = connect_timeout_s if layout.tp == 1 else max(connect_timeout_s, join_timeout_s)
+        self._poster = poster
         self._on_connected = on_connected
         self._on_lost = on_lost
         self._writers = Writers()
@@ -111,6 +114,7 @@ class SidecarLink:
                     timeout_s=self._timeout_s,
                     on_lost=self._on_client_lost,
                     writers=self._writers,
+                    poster=self._poster,
                 )
             except (KvmeshError, OSError) as error:
                 # OSError: no descriptor is left, or the sidecar died in the middle of it. Neither lasts for ever.

@@ -108,7 +108,7 @@ class Sidecar:
         """For GetStatus."""
         response = pb.GetStatusResponse(sidecar_id=self.options.sidecar_id, incarnation=self.incarnation)
         for name, transport in self.configured.items():
-            usable, why = transport.status
+            usable, why = transport.ready
             response.transports.add(name=name, usable=usable, reason=why)
             response.transports[-1].nics.extend(transport.nics())
             response.transports[-1].waiting = transport.waiting
