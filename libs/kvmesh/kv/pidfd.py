@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import time
+import weakref
 
 from kvmesh.errors import InvalidArgument, NotFound
 
@@ -31,6 +33,30 @@ def check_pidfd(fd: int) -> None:
 def is_alive(pidfd: int) -> bool:
     """False once the process has exited, reaped or not."""
     return not wait_exit(pidfd, 0.0)
+
+
+class Life:
+    """A process's life by a pidfd of its own, which is closed with the last reference at the latest."""
+
+    def __init__(self, pidfd: int) -> None:
+        """pidfd: duplicated. Raises OSError."""
+        self._fd = os.dup(pidfd)
+        self._close = weakref.finalize(self, os.close, self._fd)
+
+    @property
+    def alive(self) -> bool:
+        """False once it has exited, and after `close`."""
+        return self._close.alive and is_alive(self._fd)
+
+    def copy(self) -> Life:
+        """Another one, with its own pidfd. Raises OSError after `close`."""
+        if not self._close.alive:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return Life(self._fd)
+
+    def close(self) -> None:
+        """Close the pidfd. Idempotent."""
+        self._close()
 
 
 def wait_exit(pidfd: int, timeout: float) -> bool:

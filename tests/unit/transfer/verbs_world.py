@@ -104,7 +104,8 @@ class Link(PairOfEnds):
         change: Callable[[pb.PeerHelloReply], None] | None = None,
         change_hello: Callable[[pb.DataHello], None] | None = None,
     ) -> Link:
-        expected = Expected(self.link_id, "writer", self._joined, self.take, self.ended.append)
+        offer = self.source.transport.offer()
+        expected = Expected(self.link_id, "writer", self._joined, self.take, self.ended.append, offer)
         endpoint = self.target.transport.expect(expected)
         reply = pb.PeerHelloReply(link_id=self.link_id, regions=self.target.memory.infos, token=endpoint.token)
         reply.verbs.CopyFrom(endpoint.verbs)

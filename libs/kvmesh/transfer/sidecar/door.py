@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from kvmesh.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, KvmeshError, Unavailable
 from kvmesh.kv.fds import close_fds
-from kvmesh.kv.pidfd import check_pidfd
+from kvmesh.kv.pidfd import Life, check_pidfd
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import BackgroundTasks
@@ -282,6 +282,7 @@ class EngineServer:
             raise InvalidArgument(f"hello: rank {max(here)} is not one of {shape.layout.tp}")
         check_regions(hello.regions, shape, here)
         check_pidfd(fds[0])
+        owner = Life(fds[0])
         opened: list[Region] = []
         seats: list[Seat] = []
         try:
@@ -306,6 +307,7 @@ class EngineServer:
             # Its own from here on.
             fds.remove(eventfd)
         except BaseException as error:
+            owner.close()
             for region in opened:
                 region.close()
             _unseat(seats, error)
@@ -331,6 +333,7 @@ class EngineServer:
                 ],
                 regions,
                 shape.tails,
+                owner=owner,
             )
             if hello.posts:
                 memory.poster = EnginePoster(visitor.frames.send, visitor.pidfd_copy(), hello.posts)
@@ -338,6 +341,7 @@ class EngineServer:
         except BaseException as error:
             if memory.poster is not None:
                 memory.poster.lost()
+            owner.close()
             for region in opened[2:]:
                 region.close()
             _unseat(seats, error)

@@ -427,4 +427,6 @@ class EngineSession:
         await sidecar.mover.detach()
         for region in self.memory.regions:
             region.close()
+        if self.memory.owner is not None:
+            self.memory.owner.close()
         self._frames.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvmesh.transfer.topology.pci import PciPath, pci_path
-from kvmesh.transfer.topology.sysfs import MAX_CPUS, names_in, natural, parse_cpulist, read_int, read_text
+from kvmesh.transfer.topology.sysfs import MAX_CPUS, link_name, names_in, natural, parse_cpulist, read_int, read_text
 
 MAX_GIDS = 64
 NVIDIA = 0x10DE
@@ -37,12 +37,13 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True)
 class RdmaDevice:
-    """node: NUMA node, None = not told. pci: None for soft-RoCE and the like."""
+    """node: NUMA node, None = not told. pci: None for soft-RoCE and the like. driver: of the kernel, "" = not told."""
 
     name: str
     node: int | None
     pci: PciPath | None
     ports: tuple[RdmaPort, ...]
+    driver: str = ""
 
     def port(self, number: int) -> RdmaPort | None:
         """By number, from 1."""
@@ -89,7 +90,7 @@ def read_rdma_devices(root: Path, notes: list[str]) -> tuple[RdmaDevice, ...]:
             notes.append(f"{name}: no PCI device")
         elif node is None:
             notes.append(f"{name}: its NUMA node is not told")
-        devices.append(RdmaDevice(name, node, pci, ports))
+        devices.append(RdmaDevice(name, node, pci, ports, link_name(base / "device" / "driver")))
     if not devices:
         notes.append("no RDMA device: class/infiniband is empty")
     return tuple(devices)

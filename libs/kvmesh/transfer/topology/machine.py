@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from kvmesh.transfer.topology.devices import (
     Gpu,
     NumaNode,
     RdmaDevice,
+    RdmaPort,
     read_gpus,
     read_nodes,
     read_rdma_devices,
@@ -39,6 +42,17 @@ class Topology:
     def cpus(self, node: int) -> frozenset[int]:
         """CPUs of a node; empty where it is not there."""
         return next((item.cpus for item in self.nodes if item.number == node), frozenset())
+
+    def with_open(self, names: Iterable[str], port: int = 1) -> Topology:
+        """With these devices in it, and that port of them up: the library has opened them, whatever sysfs can tell here
+        (in a container: little)."""
+        nics = {nic.name: nic for nic in self.nics}
+        for name in names:
+            nic = nics.get(name) or RdmaDevice(name, None, None, ())
+            if nic.port(port) is None:
+                ports = (*nic.ports, RdmaPort(port, "ACTIVE", 0.0, "", {}))
+                nics[name] = dataclasses.replace(nic, ports=ports)
+        return dataclasses.replace(self, nics=tuple(nics.values()))
 
     @property
     def cpu_count(self) -> int:

@@ -34,6 +34,14 @@ def read_int(path: Path) -> int | None:
         return None
 
 
+def link_name(path: Path) -> str:
+    """The name of what a link points to (a device's driver), "" where it is none."""
+    try:
+        return os.path.basename(os.readlink(path))
+    except OSError:
+        return ""
+
+
 def names_in(path: Path) -> list[str]:
     """Names in a folder, in an order for people (mlx5_2 before mlx5_10)."""
     try:

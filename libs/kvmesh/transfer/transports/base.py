@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmesh.kv.layout import KvLayout
+from kvmesh.kv.pidfd import Life
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.tail import TailBuffer
@@ -88,6 +89,8 @@ class EngineMemory:
     tails: tuple[TailBuffer, ...] = ()
     # Where the engine writes by itself (nvlink).
     poster: EnginePoster | None = None
+    # Whose memory it is; None where that is not known.
+    owner: Life | None = None
 
     def index(self, group: str, rank: int) -> int:
         """Position of a region; raises KeyError."""

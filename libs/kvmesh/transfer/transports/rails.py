@@ -44,13 +44,14 @@ class _Rail:
 
 class RailsOutbound(Outbound):
     """Takes the outbounds over. weights: share of each, above 0. on_fault(rail, reason): on the mover's thread, once,
-    for the rail that broke by itself."""
+    for the rail that broke by itself. left_out: pairs of NICs that this link goes without, for status."""
 
     def __init__(
         self,
         outbounds: Sequence[Outbound],
         weights: Sequence[float] | None = None,
         on_fault: Callable[[int, str], None] | None = None,
+        left_out: Sequence[pb.NicStatus] = (),
     ) -> None:
         if not outbounds:
             raise InvalidArgument("a link over no NIC")
@@ -58,6 +59,7 @@ class RailsOutbound(Outbound):
         self._rails = [_Rail(outbound, share) for outbound, share in zip(outbounds, shares, strict=True)]
         self._weights = shares
         self._on_fault = on_fault
+        self._left_out = list(left_out)
         self._completions: list[Completion] = []
         self._turn = 0
         self._next = 0
@@ -128,7 +130,7 @@ class RailsOutbound(Outbound):
         return min(times, default=None)
 
     def nics(self) -> list[pb.NicStatus]:
-        return [nic for rail in self._rails for nic in rail.outbound.nics()]
+        return [*(nic for rail in self._rails for nic in rail.outbound.nics()), *self._left_out]
 
     def _collect(self, rail: _Rail, budget: int) -> None:
         for completion in rail.outbound.poll(budget):

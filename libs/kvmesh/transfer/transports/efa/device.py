@@ -38,7 +38,7 @@ class _Handle:
 class EfaDevice(RdmaDevice):
     """Raises Unavailable with the reason where it cannot do RDMA writes by SRD. max_write: bytes of one."""
 
-    def __init__(self, api: EfaApi, options: EfaOptions) -> None:
+    def __init__(self, api: EfaApi, options: EfaOptions, name: str = "") -> None:
         self.efa = api
         self.options = options
         self.max_write = 0
@@ -46,7 +46,7 @@ class EfaDevice(RdmaDevice):
         # The loop and the mover both take and release.
         self._handles_lock = threading.Lock()
         self._handles: dict[bytes, _Handle] = {}
-        super().__init__(api.verbs, options)
+        super().__init__(api.verbs, options, name)
         if not any(self.port.gid):
             self.close()
             raise Unavailable(f"port {self.port.number} of {self.name} has no GID")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvmesh.errors import InvalidArgument
+from kvmesh.transfer.topology import SYSFS
 from kvmesh.transfer.transports.verbs.options import MAX_DEPTH, POLLING, spins
 
 
 @dataclass(frozen=True, slots=True)
 class EfaOptions:
-    """device: a name as in `rdma link` ("" = the first that can do RDMA writes by SRD). gid_index: -1 = choose.
+    """device: a name as in `rdma link`; devices: several, or `auto` = those nearest to the engine's memory (as where
+    neither is given); near, sysfs: see NicOptions. gid_index: -1 = choose.
 
     send_depth: writes in flight per link at the writer; receives: at the destination (the smaller one bounds them).
     batch: writes per doorbell. max_write: bytes of one write, 0 = what the device allows.
@@ -19,6 +22,9 @@ class EfaOptions:
     """
 
     device: str = ""
+    devices: tuple[str, ...] = ()
+    near: str = ""
+    sysfs: Path = SYSFS
     port: int = 1
     gid_index: int = -1
     send_depth: int = 256

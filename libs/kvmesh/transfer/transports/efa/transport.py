@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvmesh.errors import InvalidArgument, Unavailable
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
-from kvmesh.transfer.transports.base import Endpoint, Expected, Outbound
+from kvmesh.transfer.transports.base import Endpoint, Expected
 from kvmesh.transfer.transports.efa.device import EfaDevice, check_gid
 from kvmesh.transfer.transports.efa.inbound import EfaInbound
 from kvmesh.transfer.transports.efa.options import EfaOptions
@@ -16,8 +17,9 @@ from kvmesh.transfer.transports.efa.scratch import WORD_BYTES, Scratch
 from kvmesh.transfer.transports.efa.shim import EfaApi, load_efa
 from kvmesh.transfer.transports.efa.window import WORD_RECEIVES
 from kvmesh.transfer.transports.verbs.cq import CompletionQueue
-from kvmesh.transfer.transports.verbs.device import Memory
+from kvmesh.transfer.transports.verbs.device import Memory, device_names
 from kvmesh.transfer.transports.verbs.endpoint import RdmaTransport, check_remote, remote_regions
+from kvmesh.transfer.transports.verbs.nics import NicOptions, Rail
 from kvmesh.transfer.transports.verbs.options import MAX_DEPTH
 
 
@@ -29,17 +31,23 @@ class EfaTransport(RdmaTransport[EfaDevice, EfaInbound]):
     def __init__(self, options: EfaOptions | None = None, api: EfaApi | None = None) -> None:
         self._options = options or EfaOptions()
         self._api = api
-        super().__init__(spins=self._options.spins)
-
-    def offer(self) -> pb.TransportOffer:
-        self._open_device()
-        return pb.TransportOffer(name=self.name)
+        options = self._options
+        nics = NicOptions.of(options.device, options.devices, options.near, options.sysfs)
+        super().__init__(nics, spins=options.spins, polling=options.polling, port=options.port)
 
     def judge(self, offer: pb.TransportOffer) -> tuple[bool, str]:
-        return True, f"RDMA by {self._open_device().name}"
+        names = ", ".join(rail.device.name for rail in self._nics.up()) or self._open_device().name
+        return True, f"RDMA by {names}"
 
-    def _open(self) -> EfaDevice:
-        device = EfaDevice(self._api or load_efa(), self._options)
+    def _names(self) -> Sequence[str]:
+        self._api = self._api or load_efa()
+        return device_names(self._api.verbs)
+
+    def _is_used(self, side: Any) -> bool:
+        return bool(side.qp_number)
+
+    def _open(self, name: str) -> EfaDevice:
+        device = EfaDevice(self._api or load_efa(), self._options, name)
         try:
             _probe(device)
         except BaseException:
@@ -50,11 +58,12 @@ class EfaTransport(RdmaTransport[EfaDevice, EfaInbound]):
     def _make_inbound(self, device: EfaDevice, link: Expected) -> EfaInbound:
         return EfaInbound(device, link)
 
-    def _endpoint(self, device: EfaDevice, inbound: EfaInbound, token: bytes) -> Endpoint:
+    def _endpoint(self, rail: Rail[EfaDevice], inbound: EfaInbound, token: bytes) -> Endpoint:
         assert inbound.pair is not None
+        device = rail.device
         efa = _side(device, inbound.pair)
         efa.receives = self._options.receives
-        for region in self._registered:
+        for region in rail.memory:
             efa.regions.add(address=region.address, nbytes=region.nbytes, rkey=region.rkey)
         return Endpoint(device.name, token, efa=efa)
 
@@ -68,7 +77,8 @@ class EfaTransport(RdmaTransport[EfaDevice, EfaInbound]):
         gid, qpn, qkey = efa.gid, efa.qp_number, efa.qkey
         return lambda: inbound.connect(gid, qpn, qkey, words)
 
-    def _make_outbound(self, device: EfaDevice, reply: pb.PeerHelloReply, hello: pb.DataHello) -> Outbound:
+    def _make_outbound(self, rail: Rail[EfaDevice], reply: pb.PeerHelloReply, hello: pb.DataHello) -> EfaOutbound:
+        device = rail.device
         efa = reply.efa
         _check_side(efa)
         if not 2 <= efa.receives <= MAX_DEPTH:
@@ -94,7 +104,7 @@ class EfaTransport(RdmaTransport[EfaDevice, EfaInbound]):
         hello.efa.CopyFrom(_side(device, pair))
         words = scratch.target
         hello.efa.words.CopyFrom(pb.RemoteMemory(address=words.address, nbytes=words.nbytes, rkey=words.rkey))
-        return EfaOutbound(device, queue, pair, scratch, peer, list(self._registered), target)
+        return EfaOutbound(device, queue, pair, scratch, peer, list(rail.memory), target)
 
 
 def _make_pair(device: EfaDevice, queue: CompletionQueue, scratch: Scratch, sends: int, receives: int) -> SrdPair:
@@ -115,7 +125,7 @@ def _probe(device: EfaDevice) -> None:
 
 
 def _side(device: EfaDevice, pair: SrdPair) -> pb.EfaEndpoint:
-    return pb.EfaEndpoint(gid=device.port.gid, qp_number=pair.number, qkey=pair.qkey)
+    return pb.EfaEndpoint(gid=device.port.gid, qp_number=pair.number, qkey=pair.qkey, device=device.name)
 
 
 def _check_side(efa: pb.EfaEndpoint) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import select
+from collections.abc import Callable
 from typing import Any
 
 from kvmesh.errors import Unavailable
 from kvmesh.transfer.transports.verbs.device import RdmaDevice
+from kvmesh.transfer.transports.verbs.native.rings import NativeQueue
 
 
 class CompletionQueue:
@@ -24,6 +26,8 @@ class CompletionQueue:
         except self._api.error as error:
             self._channel.close()
             raise Unavailable(f"no completion queue of {entries} entries: {error}") from None
+        self.native = NativeQueue.of(self._api.native, self._cq, self.fd, self._api.error)
+        self._poll: Callable[[int], tuple[int, list[Any]]] = self.native.poll if self.native else self._cq.poll
         self._ready = select.poll()
         self._ready.register(self.fd, select.POLLIN)
         self._cq.req_notify()
@@ -34,13 +38,13 @@ class CompletionQueue:
         return self._cq
 
     def take(self, limit: int = 64) -> list[Any]:
-        """Up to `limit` completions as pyverbs gives them; never blocks. `fd` becomes readable when more come after an
+        """Up to `limit` completions with pyverbs' fields; never blocks. `fd` becomes readable when more come after an
         empty answer."""
-        count, found = self._cq.poll(limit)
+        count, found = self._poll(limit)
         if not count and self._rearm():
             # What came before the arming makes no event.
-            count, found = self._cq.poll(limit)
-        return list(found)
+            count, found = self._poll(limit)
+        return found
 
     def wait(self, seconds: float) -> None:
         """Sleep until there may be completions; only where `take` has just returned none."""
@@ -50,6 +54,7 @@ class CompletionQueue:
         """After its queue pairs. Idempotent."""
         if not self._closed:
             self._closed = True
+            self._poll = _none
             self._cq.close()
             self._channel.close()
 
@@ -61,3 +66,8 @@ class CompletionQueue:
         self._cq.ack_events(1)
         self._cq.req_notify()
         return True
+
+
+def _none(limit: int) -> tuple[int, list[Any]]:
+    """Of a queue that is closed."""
+    return 0, []

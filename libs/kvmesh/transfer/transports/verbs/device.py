@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvmesh.errors import FailedPrecondition, InvalidArgument, Unavailable
+from kvmesh.errors import FailedPrecondition, Unavailable
+from kvmesh.kv.region import Region
 from kvmesh.transfer.transports.verbs.options import VerbsOptions
+from kvmesh.transfer.transports.verbs.registrations import Made, Memory, MemoryKey, Registrations
 from kvmesh.transfer.transports.verbs.shim import Api
+
+__all__ = ["Device", "Memory", "Port", "PortOptions", "RdmaDevice", "device_names", "gid_bytes", "gid_text"]
 
 log = logging.getLogger(__name__)
 GID_BYTES = 16
@@ -34,22 +36,6 @@ class Port(NamedTuple):
     gid: bytes
 
 
-class Memory(NamedTuple):
-    """Registered memory. address: what offset 0 is in work requests (in a dma-buf: where the registration starts)."""
-
-    address: int
-    nbytes: int
-    lkey: int
-    rkey: int
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    mr: Any
-    memory: Memory
-    users: int
-
-
 class PortOptions(Protocol):
     """Which device and port. See VerbsOptions."""
 
@@ -64,10 +50,11 @@ class PortOptions(Protocol):
 class RdmaDevice(ABC):
     """An open device with one protection domain. Raises Unavailable with the reason where it cannot be used."""
 
-    def __init__(self, api: Api, where: PortOptions) -> None:
+    def __init__(self, api: Api, where: PortOptions, name: str = "") -> None:
+        """name: which device; "" = as `where` says."""
         self.api = api
         self._where = where
-        self.name = self._choose(device_names(api), where.device)
+        self.name = self._choose(device_names(api), name or where.device)
         self.context: Any = None
         try:
             self.context = self._open()
@@ -80,48 +67,70 @@ class RdmaDevice(ABC):
         except BaseException:
             self._close_context()
             raise
-        # The loop and the mover both register and release.
-        self._lock = threading.Lock()
-        self._entries: dict[tuple[str, int, int], _Entry] = {}
+        self._registrations = Registrations()
 
     def register(self, address: int, nbytes: int) -> Memory:
-        """Host memory for local and remote writes. The same memory is registered once, for all who ask. The caller
-        keeps it mapped until the last `release`. Raises Unavailable."""
-        return self._register(("host", address, nbytes), lambda flags: self._host_mr(address, nbytes, flags))
+        """Memory of this process for local and remote writes. The same memory is registered once, for all who ask. The
+        caller keeps it mapped until the last `release`. Raises Unavailable."""
+        key = MemoryKey.of_address(address, nbytes)
+        return self._registrations.take(key, lambda: self._host(address, nbytes))
+
+    def register_region(self, region: Region) -> Memory:
+        """A memfd, once for all who ask, by whatever descriptor or mapping; it stays mapped here for as long. Raises
+        Unavailable."""
+        key = MemoryKey.of_file("memfd", region.fd, 0, region.nbytes)
+
+        def make() -> Made:
+            view = region.view()
+            address = int(view.__array_interface__["data"][0])
+            # The view keeps the mapping alive when the region is closed.
+            return self._host(address, region.nbytes)._replace(keep=view)
+
+        return self._registrations.take(key, make)
 
     def register_dmabuf(self, fd: int, nbytes: int, offset: int = 0) -> Memory:
-        """Device memory that its driver exported as a dma-buf; it is addressed by offset. `fd` may be closed after.
-        The same (fd, offset) must not be used for other memory before `release`. Raises Unavailable."""
+        """Device memory that its driver exported as a dma-buf; it is addressed by offset, never by a device pointer.
+        `fd` may be closed after. Raises Unavailable, InvalidArgument where the descriptor is none."""
+        key = MemoryKey.of_file("dmabuf", fd, offset, nbytes)
 
-        def make(flags: int) -> tuple[Any, int]:
-            return self.api.DmaBufMR(self.pd, nbytes, flags, dmabuf=fd, offset=offset), offset
+        def make() -> Made:
+            flags = self._flags()
+            try:
+                return Made(self.api.DmaBufMR(self.pd, nbytes, flags, dmabuf=fd, offset=offset), offset)
+            except self.api.error as error:
+                raise Unavailable(f"{self.name} cannot register device memory: {error}") from None
 
-        return self._register(("dmabuf", fd, offset), make)
+        return self._registrations.take(key, make)
 
-    def release(self, memory: Memory) -> None:
-        """Give a registration back; the last user's ends it. No work request may name it by then."""
-        with self._lock:
-            for key, entry in self._entries.items():
-                if entry.memory == memory:
-                    entry.users -= 1
-                    if not entry.users:
-                        del self._entries[key]
-                        entry.mr.close()
-                    return
-        raise InvalidArgument("memory that is not registered")
+    def release(self, memory: Memory, *, linger: bool = False) -> None:
+        """Give a registration back; the last user's ends it. linger: its memory may come back, and it waits for that
+        until `end_idle`. No work request may name it by then."""
+        self._registrations.give_back(memory, linger=linger)
+
+    def end_idle(self) -> int:
+        """End registrations that wait for their memory to come back; returns how many."""
+        return self._registrations.end_idle()
 
     @property
     def registered(self) -> int:
         """Registrations in force."""
-        return len(self._entries)
+        return len(self._registrations)
+
+    def problem(self) -> str:
+        """Why nothing can go through its port now, "" where it can."""
+        if self.context is None:
+            return "the device is closed"
+        try:
+            self._check_active(self.context.query_port(self._where.port))
+        except (Unavailable, self.api.error) as error:
+            return str(error)
+        return ""
 
     def close(self) -> None:
         """Let go of everything; queue pairs and completion queues are closed by then. Idempotent."""
         if self.context is None:
             return
-        for entry in self._entries.values():
-            entry.mr.close()
-        self._entries.clear()
+        self._registrations.end_all()
         self._close_parts()
         self.pd.close()
         self._close_context()
@@ -132,29 +141,23 @@ class RdmaDevice(ABC):
                 self.context.close()
             self.context = None
 
-    def _host_mr(self, address: int, nbytes: int, flags: int) -> tuple[Any, int]:
-        return self.api.MR(self.pd, nbytes, flags, address=address), address
+    def _host_mr(self, address: int, nbytes: int, flags: int) -> Any:
+        return self.api.MR(self.pd, nbytes, flags, address=address)
 
-    def _register(self, key: tuple[str, int, int], make: Callable[[int], tuple[Any, int]]) -> Memory:
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                entry = self._entries[key] = self._make(key[0] == "host", make)
-            entry.users += 1
-            return entry.memory
+    def _host(self, address: int, nbytes: int) -> Made:
+        flags = self._flags()
+        try:
+            return Made(self._host_mr(address, nbytes, flags), address)
+        except self.api.error as error:
+            hint = "; is `ulimit -l` (memlock) large enough?"
+            raise Unavailable(f"{self.name} cannot register memory: {error}{hint}") from None
 
-    def _make(self, host: bool, make: Callable[[int], tuple[Any, int]]) -> _Entry:
+    def _flags(self) -> int:
         if self.context is None:
             # pyverbs would end the process.
             raise Unavailable("the device is closed")
         enums = self.api.enums
-        flags = int(enums.IBV_ACCESS_LOCAL_WRITE) | int(enums.IBV_ACCESS_REMOTE_WRITE)
-        try:
-            mr, address = make(flags)
-        except self.api.error as error:
-            hint = "; is `ulimit -l` (memlock) large enough?" if host else ""
-            raise Unavailable(f"{self.name} cannot register memory: {error}{hint}") from None
-        return _Entry(mr, Memory(address, int(mr.length), int(mr.lkey), int(mr.rkey)), 0)
+        return int(enums.IBV_ACCESS_LOCAL_WRITE) | int(enums.IBV_ACCESS_REMOTE_WRITE)
 
     def _choose(self, names: Sequence[str], wanted: str) -> str:
         """The wanted one, or the first. Raises FailedPrecondition."""
@@ -174,13 +177,16 @@ class RdmaDevice(ABC):
         """Let go of what else the protection domain holds; nothing here."""
 
     def _port(self) -> Port:
-        number, enums = self._where.port, self.api.enums
+        number = self._where.port
         state = self.context.query_port(number)
-        if int(state.state) != int(enums.IBV_PORT_ACTIVE):
-            raise Unavailable(f"port {number} of {self.name} is not active")
+        self._check_active(state)
         layer = int(state.link_layer) or LINK_INFINIBAND
         index, gid = self._gid(number, layer, int(state.gid_tbl_len))
         return Port(number, layer, int(state.lid), int(state.active_mtu), index, gid)
+
+    def _check_active(self, state: Any) -> None:
+        if int(state.state) != int(self.api.enums.IBV_PORT_ACTIVE):
+            raise Unavailable(f"port {self._where.port} of {self.name} is not active")
 
     def _gid(self, port: int, layer: int, count: int) -> tuple[int, bytes]:
         """The best entry: on Ethernet RoCE v2 over IPv4, then over routed IPv6, then what there is."""
@@ -215,9 +221,9 @@ class RdmaDevice(ABC):
 class Device(RdmaDevice):
     """A device for reliable connections."""
 
-    def __init__(self, api: Api, options: VerbsOptions) -> None:
+    def __init__(self, api: Api, options: VerbsOptions, name: str = "") -> None:
         self.options = options
-        super().__init__(api, options)
+        super().__init__(api, options, name)
 
     def _check(self, attributes: Any) -> None:
         """Is it large enough?"""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvmesh.errors import InvalidArgument
+from kvmesh.transfer.topology import SYSFS
 
 MAX_QPS = 16
 MAX_DEPTH = 4096
@@ -16,7 +18,8 @@ POLLING = ("auto", "events", "thread")
 
 @dataclass(frozen=True, slots=True)
 class VerbsOptions:
-    """device: a name as in `rdma link` ("" = the first with an active port). gid_index: -1 = choose.
+    """device: a name as in `rdma link`; devices: several, or `auto` = those nearest to the engine's memory (as where
+    neither is given); near, sysfs: see NicOptions. gid_index: -1 = choose.
 
     qps: queue pairs per link. send_depth: work requests per queue pair. receives: runs in flight per queue pair, the
     size of its mailbox. run_rows, run_bytes: at most so much in a run, which one write-with-immediate closes.
@@ -25,6 +28,9 @@ class VerbsOptions:
     """
 
     device: str = ""
+    devices: tuple[str, ...] = ()
+    near: str = ""
+    sysfs: Path = SYSFS
     port: int = 1
     gid_index: int = -1
     qps: int = 4

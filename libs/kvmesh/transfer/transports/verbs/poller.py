@@ -34,6 +34,11 @@ class InboundPoller:
         """Start the thread."""
         self._thread.start()
 
+    @property
+    def native_id(self) -> int | None:
+        """Of the thread, for pinning."""
+        return self._thread.native_id
+
     def add(self, inbound: RdmaInbound) -> None:
         """Serve a link until it ends. Any thread."""
         with self._lock:

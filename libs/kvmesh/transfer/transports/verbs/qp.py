@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from kvmesh.errors import Unavailable
 from kvmesh.transfer.transports.verbs.cq import CompletionQueue
 from kvmesh.transfer.transports.verbs.device import LINK_ETHERNET, Device, Memory, gid_text
+from kvmesh.transfer.transports.verbs.native.rings import NativePair
 
 # What a work request is, in the low bits of its number.
 KIND_CLOSE = 0
@@ -120,6 +121,7 @@ class QueuePair:
             self._free()
             raise Unavailable(f"{device.name} gives no queue pair: {error}") from None
         self.number = int(self._qp.qp_num)
+        self._native = NativePair.of(api.native, self._qp, queue.native, self.number)
 
     def connect(self, remote: Remote) -> None:
         """INIT → RTR → RTS. Raises Unavailable."""
@@ -157,6 +159,21 @@ class QueuePair:
     ) -> None:
         """Plain writes, then the write-with-immediate of 8 bytes from `entry` to `target`; only that one is signalled
         (an error is told in any case). The batch is one call to the driver."""
+        if self._native is not None:
+            code = self._native.post_run(
+                rows,
+                request_id(KIND_INNER, self.place, run),
+                request_id(KIND_CLOSE, self.place, run),
+                self._signaled,
+                entry,
+                mail.lkey,
+                target,
+                rkey,
+                imm,
+            )
+            if code:
+                raise self._api.error("posting failed", code)
+            return
         qp, sge = self._qp, self._sge
         write, set_sge = qp.wr_rdma_write, qp.wr_set_sge
         qp.wr_start()
@@ -197,6 +214,7 @@ class QueuePair:
     def close(self) -> None:
         """Destroy it: when this returns the device touches no memory for it any more. Idempotent."""
         if self.open:
+            self._native = None
             # Where the driver refuses, it is not closed.
             self._qp.close()
             self.open = False

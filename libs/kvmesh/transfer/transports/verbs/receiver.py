@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 
 from kvmesh.errors import KvmeshError
+from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.transports.base import Arrival, Expected, GrantedPages, Inbound
 from kvmesh.transfer.transports.verbs.cq import CompletionQueue
 from kvmesh.transfer.transports.verbs.device import RdmaDevice
@@ -33,6 +34,11 @@ class RdmaInbound(Inbound):
         self._open = True
         self._reading = False
         self._ready_told = False
+        # The pair of NICs, for status.
+        self.pair_of_nics: pb.NicStatus | None = None
+
+    def nics(self) -> list[pb.NicStatus]:
+        return [self.pair_of_nics] if self.pair_of_nics is not None else []
 
     def begin(self) -> None:
         """Take completions by the loop, whenever the channel has an event."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.errors import Unavailable
+from kvmesh.transfer.transports.verbs.native.rings import library
 
 _EVENT_FILE = "anon_inode:[infinibandevent]"
 _channel_lock = threading.Lock()
@@ -45,10 +46,12 @@ class Api:
     enums: Any
     error: type[Exception]
     make_channel: Callable[[Any], tuple[Any, int]]
+    # What posts and polls by itself (`native/rings.py`), None for pyverbs' own ways.
+    native: Any = None
 
 
 def load() -> Api:
-    """pyverbs of this machine. Raises Unavailable with the reason."""
+    """pyverbs of this machine. Blocks for seconds where native code is compiled. Raises Unavailable with the reason."""
     try:
         enums = _first("pyverbs.libibverbs_enums", "pyverbs.enums")
         part = {name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES}
@@ -77,6 +80,7 @@ def load() -> Api:
         enums=enums,
         error=part["pyverbs_error"].PyverbsError,
         make_channel=lambda context: _channel(channels, context),
+        native=library(),
     )
 
 

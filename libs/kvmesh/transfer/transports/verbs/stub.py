@@ -64,7 +64,7 @@ class StubNetwork(StubWorld):
     def api(self, *, active: bool = True, devices: tuple[str, ...] = ("stub0",), max_cqe: int = 1 << 15) -> Api:
         """A pyverbs. active: of the port."""
         return self.parts(
-            lambda name: StubContext(self, active, max_cqe),
+            lambda name: StubContext(self, active, max_cqe, name),
             devices,
             lambda context, init, attributes: StubQp(context, init),
         )
@@ -202,7 +202,7 @@ class StubQp(StubPair):
         network = self._network
         if request.length and network.memory(request.lkey, request.addr, request.length) is None:
             return LOC_PROT
-        if peer is None or peer.state != _RTS:
+        if peer is None or peer.state != _RTS or network.down & {self._context.name, peer._context.name}:
             return RETRY_EXCEEDED
         if request.length and network.memory(request.rkey, request.target, request.length) is None:
             return REM_ACCESS

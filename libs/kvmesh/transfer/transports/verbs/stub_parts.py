@@ -71,10 +71,13 @@ class StubPair:
 
 @dataclass(slots=True, eq=False)
 class StubWorld:
-    """Everything that the fake devices of one test share. hold: nothing moves until `run`; move: copy bytes."""
+    """Everything that the fake devices of one test share. hold: nothing moves until `run`; move: copy bytes. Names of
+    devices are for all ends of a test: one that is down is down at each."""
 
     hold: bool = False
     move: bool = True
+    # Devices whose port is down.
+    down: set[str] = field(default_factory=set)
     violations: list[str] = field(default_factory=list)
     requests: int = 0
     keys: itertools.count[int] = field(default_factory=lambda: itertools.count(1000))
@@ -146,8 +149,9 @@ class StubContext:
 
     num_comp_vectors = 1
 
-    def __init__(self, world: StubWorld, active: bool, max_cqe: int) -> None:
+    def __init__(self, world: StubWorld, active: bool, max_cqe: int, name: str = "") -> None:
         self.world = world
+        self.name = name
         self.objects = 0
         self._active = active
         self._max_cqe = max_cqe
@@ -158,7 +162,8 @@ class StubContext:
 
     def query_port(self, number: int) -> Any:
         """Ethernet, 4096 bytes."""
-        return SimpleNamespace(state=4 if self._active else 1, link_layer=2, gid_tbl_len=3, lid=0, active_mtu=5)
+        active = self._active and self.name not in self.world.down
+        return SimpleNamespace(state=4 if active else 1, link_layer=2, gid_tbl_len=3, lid=0, active_mtu=5)
 
     def query_gid(self, port: int, index: int) -> Any:
         """Link-local, empty, IPv4."""

@@ -4,15 +4,17 @@ data hello names their other ends."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvmesh.errors import InvalidArgument
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
-from kvmesh.transfer.transports.base import Endpoint, Expected, Outbound
+from kvmesh.transfer.transports.base import Endpoint, Expected
 from kvmesh.transfer.transports.verbs.credits import CREDIT_WORDS
-from kvmesh.transfer.transports.verbs.device import GID_BYTES, Device, Memory
+from kvmesh.transfer.transports.verbs.device import GID_BYTES, Device, Memory, device_names
 from kvmesh.transfer.transports.verbs.endpoint import RdmaTransport, check_remote, remote_regions
 from kvmesh.transfer.transports.verbs.inbound import VerbsInbound, make_pairs
 from kvmesh.transfer.transports.verbs.mailbox import ENTRY_BYTES, Mailbox
+from kvmesh.transfer.transports.verbs.nics import NicOptions, Rail
 from kvmesh.transfer.transports.verbs.options import MAX_DEPTH, MAX_QPS, VerbsOptions
 from kvmesh.transfer.transports.verbs.outbound import Target, VerbsOutbound
 from kvmesh.transfer.transports.verbs.qp import QueuePair, Remote
@@ -29,28 +31,44 @@ class VerbsTransport(RdmaTransport[Device, VerbsInbound]):
     def __init__(self, options: VerbsOptions | None = None, api: Api | None = None) -> None:
         self._options = options or VerbsOptions()
         self._api = api
-        super().__init__(spins=self._options.spins)
+        options = self._options
+        nics = NicOptions.of(options.device, options.devices, options.near, options.sysfs)
+        super().__init__(nics, spins=options.spins, polling=options.polling, port=options.port)
 
     def offer(self) -> pb.TransportOffer:
-        return pb.TransportOffer(name=self.name, link_layer=self._open_device().port.link_layer)
+        offer = super().offer()
+        offer.link_layer = self._open_device().port.link_layer
+        return offer
 
     def judge(self, offer: pb.TransportOffer) -> tuple[bool, str]:
         device = self._open_device()
         if offer.link_layer != device.port.link_layer:
             return False, f"link layer {offer.link_layer} there, {device.port.link_layer} here"
-        return True, f"RDMA by {device.name}"
+        names = ", ".join(rail.device.name for rail in self._nics.up()) or device.name
+        return True, f"RDMA by {names}"
 
-    def _open(self) -> Device:
-        return Device(self._api or load(), self._options)
+    def _names(self) -> Sequence[str]:
+        self._api = self._api or load()
+        return device_names(self._api)
+
+    def _open(self, name: str) -> Device:
+        return Device(self._api or load(), self._options, name)
+
+    def _unfit(self, driver: str) -> str:
+        return "an EFA device: for transport efa" if driver == "efa" else ""
+
+    def _is_used(self, side: Any) -> bool:
+        return bool(side.qp_numbers)
 
     def _make_inbound(self, device: Device, link: Expected) -> VerbsInbound:
         return VerbsInbound(device, link)
 
-    def _endpoint(self, device: Device, inbound: VerbsInbound, token: bytes) -> Endpoint:
+    def _endpoint(self, rail: Rail[Device], inbound: VerbsInbound, token: bytes) -> Endpoint:
         assert inbound.mail is not None
+        device = rail.device
         verbs = _endpoint(device, inbound.pairs)
         verbs.receives = self._options.receives
-        for region in self._registered:
+        for region in rail.memory:
             verbs.regions.add(address=region.address, nbytes=region.nbytes, rkey=region.rkey)
         size = self._options.receives * ENTRY_BYTES
         for place in range(len(inbound.pairs)):
@@ -61,7 +79,8 @@ class VerbsTransport(RdmaTransport[Device, VerbsInbound]):
         remotes = _remotes(hello.verbs, len(inbound.pairs))
         return lambda: inbound.connect(remotes)
 
-    def _make_outbound(self, device: Device, reply: pb.PeerHelloReply, hello: pb.DataHello) -> Outbound:
+    def _make_outbound(self, rail: Rail[Device], reply: pb.PeerHelloReply, hello: pb.DataHello) -> VerbsOutbound:
+        device = rail.device
         target, remotes = _target(reply)
         mailbox = Mailbox(len(remotes), target.receives)
         outbound: VerbsOutbound | None = None
@@ -76,7 +95,7 @@ class VerbsTransport(RdmaTransport[Device, VerbsInbound]):
                 send_depth=self._options.send_depth,
                 receive_depth=CREDIT_WORDS,
             )
-            outbound = VerbsOutbound(device, queue, pairs, mailbox, mail, list(self._registered), target)
+            outbound = VerbsOutbound(device, queue, pairs, mailbox, mail, list(rail.memory), target)
             for pair, remote in zip(pairs, remotes, strict=True):
                 pair.connect(remote)
         except BaseException:
@@ -99,6 +118,7 @@ def _endpoint(device: Device, pairs: Sequence[QueuePair]) -> pb.VerbsEndpoint:
         mtu=port.mtu,
         qp_numbers=[pair.number for pair in pairs],
         psns=[pair.psn for pair in pairs],
+        device=device.name,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvmesh.errors import InvalidArgument, KvmeshError
+from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.transports.base import Completion, Outbound, Write
 from kvmesh.transfer.transports.verbs.cq import CompletionQueue
 from kvmesh.transfer.transports.verbs.device import Memory, RdmaDevice
@@ -56,6 +57,11 @@ class RdmaOutbound(Outbound):
         self._broken = ""
         self._fault = ""
         self._closed = False
+        # The pair of NICs, for status.
+        self.pair_of_nics: pb.NicStatus | None = None
+
+    def nics(self) -> list[pb.NicStatus]:
+        return [self.pair_of_nics] if self.pair_of_nics is not None else []
 
     # --- what a kind of link adds --------------------------------------------------------------------------------
 
