@@ -18,6 +18,8 @@ from kvmesh.rpc import MeshChannel, open_channel
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 90.0
+# A worker with several ranks imports torch in each, on whatever cores are left.
+START_S = 180.0
 
 
 @asynccontextmanager
@@ -36,7 +38,7 @@ async def process(module: str, *flags: str, env: dict[str, str] | None = None) -
 
 
 async def ready(path: Path, child: Any) -> dict[str, Any]:
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(START_S):
         while not path.exists():  # noqa: ASYNC240
             if child.returncode is not None:
                 raise AssertionError((await child.stderr.read()).decode())
@@ -106,7 +108,7 @@ class Node:
             info = (await self.engine.Describe(pb.DescribeRequest(), timeout=60)).info
             return bool(info.kvtransfer_address) and info.state == pb.WORKER_STATE_SERVING
 
-        await until(registered, f"{self.name} never registers with its sidecar")
+        await until(registered, f"{self.name} never registers with its sidecar", START_S)
 
     @property
     def engine(self) -> Any:
