@@ -64,6 +64,11 @@ def _advertised_host(settings: KvTransferSettings) -> str:
     return settings.advertise.rpartition(":")[0].strip("[]")
 
 
+def _devices(settings: KvTransferSettings, alone: str) -> tuple[str, ...]:
+    """RDMA devices of a transport that may have a setting for one alone."""
+    return () if alone else tuple(settings.rdma_devices)
+
+
 async def build(context: ServiceContext[KvTransferSettings]) -> KvTransferService:
     """Make the sidecar and register its API. Raises KvmeshError where it cannot run here."""
     settings = context.settings
@@ -88,11 +93,18 @@ async def build(context: ServiceContext[KvTransferSettings]) -> KvTransferServic
         pin_threads=settings.pin_threads,
         verbs=VerbsOptions(
             device=settings.verbs_device,
+            devices=_devices(settings, settings.verbs_device),
+            near=settings.rdma_near_gpu,
             gid_index=settings.verbs_gid_index,
             qps=settings.verbs_qps,
             polling=settings.verbs_polling,
         ),
-        efa=EfaOptions(device=settings.efa_device, polling=settings.efa_polling),
+        efa=EfaOptions(
+            device=settings.efa_device,
+            devices=_devices(settings, settings.efa_device),
+            near=settings.rdma_near_gpu,
+            polling=settings.efa_polling,
+        ),
     )
     sidecar = Sidecar(options, on_engine=context.server.set_ready)
     await sidecar.start()

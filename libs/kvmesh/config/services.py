@@ -307,8 +307,19 @@ class KvTransferSettings(ServiceSettings):
         default=True,
         description="Keep moving and polling threads on the NUMA node of the NICs (never on a machine of < 8 CPUs).",
     )
+    rdma_devices: NameList = Field(
+        default=["auto"],
+        min_length=1,
+        max_length=64,
+        description="RDMA devices of verbs and efa: names, or auto = those nearest to the engine's memory.",
+    )
+    rdma_near_gpu: str = Field(
+        default="",
+        max_length=64,
+        description="auto: PCI address of the GPU whose memory it is (default: host memory, its node asked).",
+    )
     verbs_device: str = Field(
-        default="", max_length=64, description="RDMA device of the verbs transport (default: the first)."
+        default="", max_length=64, description="One device of the verbs transport (default: as rdma_devices)."
     )
     verbs_gid_index: int = Field(
         default=-1, ge=-1, le=65535, description="Its GID index; -1 chooses RoCE v2 over IPv4 where there is one."
@@ -318,7 +329,7 @@ class KvTransferSettings(ServiceSettings):
         default="auto", description="How it waits: completion channels, a spinning thread, or by the machine's size."
     )
     efa_device: str = Field(
-        default="", max_length=64, description="Device of the efa transport (default: the first that can RDMA-write)."
+        default="", max_length=64, description="One device of the efa transport (default: as rdma_devices)."
     )
     efa_polling: Literal["auto", "events", "thread"] = Field(
         default="auto", description="How the efa transport waits; as verbs_polling."
@@ -331,6 +342,10 @@ class KvTransferSettings(ServiceSettings):
             raise ValueError(f"unknown transport {unknown[0]!r}; known: shm, tcp, fake, verbs, efa, nvlink")
         if len(set(self.transports)) != len(self.transports):
             raise ValueError("a transport is named twice")
+        if len(set(self.rdma_devices)) != len(self.rdma_devices) or not all(self.rdma_devices):
+            raise ValueError("an RDMA device is named twice, or by nothing")
+        if "auto" in self.rdma_devices and len(self.rdma_devices) > 1:
+            raise ValueError("rdma_devices: auto stands alone")
         if self.lease_s <= self.heartbeat_s:
             raise ValueError("lease_s must be longer than heartbeat_s")
         return self
