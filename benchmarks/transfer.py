@@ -1,140 +1,45 @@
-"""KV transfer between two sidecar processes, beside a plain copy of the same pages in the same run.
+"""KV transfer between two sidecar processes, beside floors and peers, in alternating rounds of one run.
 
 From the doorbell's ring at the source engine to the destination engine's client being woken: the watcher of one sidecar
-sees the ring, its mover moves scattered 64 KiB pages, the other sidecar counts the bytes and wakes its engine.
+sees the ring, its mover moves scattered pages, the other sidecar counts the bytes and wakes its engine.
 
-    shm floor: a loop of memmove over the very same pages, alternating with the transfers. Goal: 85 % of it at 64 MiB.
-    tcp floor: a loop of sendmsg/recv_into of the same pages over loopback between two processes.
+    curve     1 page up to 64 MiB a slot; shm beside a loop of memmove over the same pages (goal: 0.85 of it at 64 MiB),
+              tcp beside a raw socket loop and iperf3 (goal: 0.9 of it at 64 MiB)
+    peers     64 MiB in pages of 64 KiB, 256 KiB, 1 MiB: NIXL (UCX: tcp, cma) and Mooncake (tcp) under --peer-python
+    doorbell  ring to posted write, by way of waiting (see doorbell.py)
 
-    python benchmarks/transfer.py [--transport shm|tcp|all] [--reps 30] [--out FILE]
+    python benchmarks/transfer.py [--parts curve,peers,doorbell] [--transport shm|tcp|all] [--reps 30]
+                                  [--peer-python FILE] [--streams N] [--out FILE]
+
+`make`-like: with --parts curve,peers,doorbell and --peer-python it measures everything that docs/figures.md has.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import json
 import os
 import platform
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
-from kvmesh.kv.layout import KvGroup, KvLayout
+from doorbell import measure_doorbell
+from transfer_rig import Iperf, Memcpy, Mesh, Peer, RawLoopback, scattered
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "integration"), str(ROOT)]
-
-from transfer_kit import Engine, sidecars, soon  # noqa: E402
-
-PAGE_BYTES = 64 << 10
-POOL_PAGES = 2048
 SIZES = (1, 4, 16, 64, 256, 1024)
-GOAL = 0.85
-LAYER_S = 0.001
+PAGE_BYTES = 64 << 10
+CONTEST_PAGES = (64 << 10, 256 << 10, 1 << 20)
+CONTEST_BYTES = 64 << 20
+GOALS = {"shm": 0.85, "tcp": 0.9}
+WARM_UP = 3
+IPERF_ROUNDS = 5
 
-RAW_RECEIVER = """
-import socket, sys
-server = socket.create_server(("127.0.0.1", 0))
-print(server.getsockname()[1], flush=True)
-sock, _ = server.accept()
-sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-pool = memoryview(bytearray(int(sys.argv[2]) * int(sys.argv[1])))
-page = int(sys.argv[1])
-while True:
-    head = sock.recv(8)
-    if not head:
-        break
-    count = int.from_bytes(head, "little")
-    for index in range(count):
-        view = pool[(index * 7 % int(sys.argv[2])) * page :][:page]
-        while view:
-            view = view[sock.recv_into(view) :]
-    sock.sendall(b"1")
-"""
-
-
-def bench_layout() -> KvLayout:
-    group = KvGroup("main", "full", (0,), kv_heads=4, head_dim=64)
-    layout = KvLayout(version=1, dtype="bf16", page_size=64, groups=(group,), num_pages=POOL_PAGES)
-    assert layout.page_bytes("main") == PAGE_BYTES
-    return layout
-
-
-def scattered(rng: np.random.Generator, count: int) -> list[int]:
-    """Page numbers in random order: next to nothing merges."""
-    return [int(page) for page in rng.permutation(POOL_PAGES)[:count]]
-
-
-class Memcpy:
-    """The shm floor: the same pages, one memmove each."""
-
-    def __init__(self, source: Engine, target: Engine) -> None:
-        self.src = int(source.regions["main"].view().__array_interface__["data"][0])
-        self.dst = int(target.regions["main"].view().__array_interface__["data"][0])
-
-    def run(self, src: list[int], dst: list[int]) -> float:
-        move = ctypes.memmove
-        begin = time.perf_counter()
-        for a, b in zip(src, dst, strict=True):
-            move(self.dst + b * PAGE_BYTES, self.src + a * PAGE_BYTES, PAGE_BYTES)
-        return time.perf_counter() - begin
-
-
-class RawLoopback:
-    """The tcp floor: the same pages through one loopback connection, answered by a byte when all have been read."""
-
-    def __init__(self, source: Engine) -> None:
-        self.view = source.regions["main"].buf
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", RAW_RECEIVER, str(PAGE_BYTES), str(POOL_PAGES)], stdout=subprocess.PIPE
-        )
-        assert self.process.stdout is not None
-        self.sock = socket.create_connection(("127.0.0.1", int(self.process.stdout.readline())), timeout=30)
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def run(self, src: list[int], dst: list[int]) -> float:
-        begin = time.perf_counter()
-        self.sock.sendall(len(src).to_bytes(8, "little"))
-        for page in src:
-            self.sock.sendall(self.view[page * PAGE_BYTES : (page + 1) * PAGE_BYTES])
-        assert self.sock.recv(1) == b"1"
-        return time.perf_counter() - begin
-
-    def close(self) -> None:
-        self.sock.close()
-        self.process.wait(10)
-        self.view.release()
-
-
-async def one(source: Engine, target: Engine, src: list[int], dst: list[int]) -> float:
-    """Seconds from the ring to the wake-up."""
-    slot = await target.open(dst)
-    transfer = await soon(source.client.start_transfer(target.describe(slot, dst), {"main": src}, ready_pages=0))
-    woken = 0.0
-
-    def wake(_: object) -> None:
-        nonlocal woken
-        woken = time.perf_counter()
-
-    slot.completed.add_done_callback(wake)
-    source.publish(transfer, 0, len(src))
-    # The engine computes a layer: the watcher waits for its end, as it would.
-    await asyncio.sleep(LAYER_S)
-    begin = time.perf_counter()
-    source.doorbell.ring()
-    await soon(slot.completed)
-    await soon(transfer.done)
-    await asyncio.sleep(0)
-    assert woken
-    return woken - begin
+Row = dict[str, object]
 
 
 def cpu_seconds(pid: int) -> float:
@@ -147,89 +52,140 @@ def quantile(values: list[float], q: float) -> float:
     return float(np.quantile(np.asarray(values), q))
 
 
-async def measure(transport: str, reps: int) -> list[dict[str, float]]:
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        async with sidecars(Path(folder), f"--transports={transport}", "--log-level=warning") as (a, b):
-            source = await Engine("p", a, bench_layout()).connect()
-            target = await Engine("d", b, bench_layout()).connect()
-            source.fill(1)
-            target.fill(2)
-            floor = Memcpy(source, target) if transport == "shm" else RawLoopback(source)
-            rng = np.random.default_rng(7)
-            for pages in SIZES:
-                times: list[float] = []
-                floors: list[float] = []
-                cpu = floor_cpu = 0.0
-                for rep in range(reps + 3):
-                    src, dst = scattered(rng, pages), scattered(rng, pages)
-                    before = cpu_seconds(a.pid)
-                    took = await one(source, target, src, dst)
-                    cpu += (cpu_seconds(a.pid) - before) * (rep >= 3)
-                    if rep == 0:
-                        assert (target.pages[:, dst] == source.pages[:, src]).all(), "bytes differ"
-                    src, dst = scattered(rng, pages), scattered(rng, pages)
-                    before = time.thread_time()
-                    plain = floor.run(src, dst)
-                    floor_cpu += (time.thread_time() - before) * (rep >= 3)
-                    if rep >= 3:
-                        times.append(took)
-                        floors.append(plain)
-                nbytes = pages * PAGE_BYTES
-                rows.append(
-                    {
-                        "transport": transport,
-                        "bytes": nbytes,
-                        "p50_ms": quantile(times, 0.5) * 1e3,
-                        "p99_ms": quantile(times, 0.99) * 1e3,
-                        "gb_s": nbytes / statistics.median(times) / 1e9,
-                        "floor_p50_ms": quantile(floors, 0.5) * 1e3,
-                        "floor_gb_s": nbytes / statistics.median(floors) / 1e9,
-                        # Of the quickest tenth of each side: what is left when others use the cores.
-                        "quiet_ratio": quantile(floors, 0.1) / quantile(times, 0.1),
-                        "ratio": statistics.median(floors) / statistics.median(times),
-                        # The writer's whole process against the copying alone: steadier where cores are shared.
-                        "cpu_ratio": floor_cpu / cpu,
-                        "times_ms": [round(t * 1e3, 4) for t in times],
-                        "floor_times_ms": [round(t * 1e3, 4) for t in floors],
-                    }
-                )
-                show(rows[-1])
-            if isinstance(floor, RawLoopback):
-                floor.close()
-            await source.close()
-            await target.close()
+async def curve(transport: str, reps: int, streams: int) -> list[Row]:
+    """Slots of 1 page and up, each beside its floor."""
+    rows: list[Row] = []
+    async with Mesh.open(transport, PAGE_BYTES, streams) as mesh:
+        floor = (Memcpy if transport == "shm" else RawLoopback)(mesh, PAGE_BYTES)
+        iperf = Iperf(streams)
+        rng = np.random.default_rng(7)
+        for pages in SIZES:
+            times: list[float] = []
+            floors: list[float] = []
+            iperfs: list[float] = []
+            cpu = floor_cpu = 0.0
+            for rep in range(reps + WARM_UP):
+                measured = rep >= WARM_UP
+                src, dst = scattered(rng, pages), scattered(rng, pages)
+                before = cpu_seconds(mesh.processes[0].pid)
+                took = await mesh.move(src, dst, check=rep == 0)
+                cpu += (cpu_seconds(mesh.processes[0].pid) - before) * measured
+                src, dst = scattered(rng, pages), scattered(rng, pages)
+                before = time.thread_time()
+                plain = floor.run(src, dst)
+                floor_cpu += (time.thread_time() - before) * measured
+                if measured:
+                    times.append(took)
+                    floors.append(plain)
+                beside_iperf = measured and transport == "tcp" and pages == SIZES[-1] and iperf.usable
+                if beside_iperf and rep % max(1, reps // IPERF_ROUNDS) == 0:
+                    iperfs.append(await asyncio.to_thread(iperf.run))
+            nbytes = pages * PAGE_BYTES
+            row: Row = {
+                "part": "curve",
+                "transport": transport,
+                "bytes": nbytes,
+                "p50_ms": quantile(times, 0.5) * 1e3,
+                "p99_ms": quantile(times, 0.99) * 1e3,
+                "gb_s": nbytes / statistics.median(times) / 1e9,
+                "floor_p50_ms": quantile(floors, 0.5) * 1e3,
+                "floor_gb_s": nbytes / statistics.median(floors) / 1e9,
+                # Of the quickest tenth of each side: what is left when others use the cores.
+                "quiet_ratio": quantile(floors, 0.1) / quantile(times, 0.1),
+                "ratio": statistics.median(floors) / statistics.median(times),
+                # The writer's whole process against the copying alone: steadier where cores are shared.
+                "cpu_ratio": floor_cpu / cpu,
+                "times_ms": [round(t * 1e3, 4) for t in times],
+                "floor_times_ms": [round(t * 1e3, 4) for t in floors],
+            }
+            if iperfs:
+                row |= {"iperf_gb_s": statistics.median(iperfs), "iperf_streams": iperf.streams, "iperf_all": iperfs}
+            rows.append(row)
+            show_curve(row)
+        iperf.close()
+        floor.close()
     return rows
 
 
-def show(row: dict[str, float]) -> None:
+def show_curve(row: Row) -> None:
     print(
         f"{row['transport']} {row['bytes'] / 2**20:8.3f} MiB  p50 {row['p50_ms']:8.3f} ms  p99 {row['p99_ms']:8.3f} ms"
         f"  {row['gb_s']:6.2f} GB/s  floor {row['floor_gb_s']:6.2f} GB/s  ratio {row['ratio']:.2f}"
-        f"  (quickest tenth {row['quiet_ratio']:.2f}, by CPU time of the writer {row['cpu_ratio']:.2f})",
+        f"  (quickest tenth {row['quiet_ratio']:.2f}, by CPU time of the writer {row['cpu_ratio']:.2f})"
+        + (f"  iperf3 {row['iperf_gb_s']:.2f} GB/s" if "iperf_gb_s" in row else ""),
         flush=True,
     )
+    if row["bytes"] == SIZES[-1] * PAGE_BYTES:
+        transport = str(row["transport"])
+        ratio, of = float(row["ratio"]), "the floor"  # type: ignore[arg-type]
+        if "iperf_gb_s" in row:
+            ratio, of = row["gb_s"] / row["iperf_gb_s"], "iperf3"  # type: ignore[operator]
+        met = "met" if ratio >= GOALS[transport] else "MISSED"
+        print(f"{transport} at 64 MiB: {ratio:.2f} of {of}, goal {GOALS[transport]:.2f}: {met}", flush=True)
+
+
+async def contest(transport: str, page_bytes: int, reps: int, streams: int, python: Path) -> Row:
+    """The same bytes by everybody who can, one after the other, again and again."""
+    pages = CONTEST_BYTES // page_bytes
+    rng = np.random.default_rng(11)
+    async with Mesh.open(transport, page_bytes, streams) as mesh:
+        names = ("nixl",) if transport == "shm" else ("nixl", "mooncake")
+        peers = [Peer(python, name, transport, page_bytes) for name in names]
+        times: dict[str, list[float]] = {"kvmesh": [], **{name: [] for name in names}}
+        try:
+            for rep in range(reps + WARM_UP):
+                src, dst = scattered(rng, pages, page_bytes), scattered(rng, pages, page_bytes)
+                round_times = {"kvmesh": await mesh.move(src, dst, check=rep == 0)}
+                for peer in peers:
+                    round_times[peer.name] = await asyncio.to_thread(peer.run, src, dst, check=rep == 0)
+                if rep >= WARM_UP:
+                    for name, took in round_times.items():
+                        times[name].append(took)
+        finally:
+            for peer in peers:
+                peer.close()
+    rates = {name: CONTEST_BYTES / statistics.median(values) / 1e9 for name, values in times.items()}
+    best = {name: CONTEST_BYTES / min(values) / 1e9 for name, values in times.items()}
+    print(
+        f"{transport} pages of {page_bytes >> 10:4d} KiB: "
+        + ", ".join(f"{name} {rates[name]:.2f} GB/s (best {best[name]:.2f})" for name in rates)
+        + f"  ahead of both: {'yes' if max(rates, key=rates.__getitem__) == 'kvmesh' else 'NO'}",
+        flush=True,
+    )
+    return {
+        "part": "peers",
+        "transport": transport,
+        "page_bytes": page_bytes,
+        "gb_s": rates,
+        "best_gb_s": best,
+        "times_ms": {name: [round(t * 1e3, 3) for t in values] for name, values in times.items()},
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="curve", help="of curve, peers, doorbell; with commas between them")
+    parser.add_argument("--peers", action="store_true", help="the part peers, in addition")
     parser.add_argument("--transport", choices=["shm", "tcp", "all"], default="all")
     parser.add_argument("--reps", type=int, default=30)
+    parser.add_argument("--streams", type=int, default=0, help="of tcp, 0 = by cores")
+    parser.add_argument("--peer-python", type=Path, help="the Python that has nixl_cu12 and mooncake")
     parser.add_argument("--out", type=Path, help="file for the raw results, JSON")
     args = parser.parse_args()
-    rows: list[dict[str, float]] = []
+    parts = {*args.parts.split(","), *(["peers"] if args.peers else [])}
+    if "peers" in parts and args.peer_python is None:
+        parser.error("the peers need --peer-python")
+    transports = ("shm", "tcp") if args.transport == "all" else (args.transport,)
+    rows: list[Row] = []
     load = [os.getloadavg()[0]]
-    for transport in ("shm", "tcp") if args.transport == "all" else (args.transport,):
-        rows += asyncio.run(measure(transport, args.reps))
-    for row in rows:
-        if row["bytes"] >= 64 << 20:
-            goal = (
-                f", goal {GOAL:.2f}: {'met' if row['ratio'] >= GOAL else 'MISSED'}" if row["transport"] == "shm" else ""
-            )
-            print(
-                f"{row['transport']} at 64 MiB: ratio {row['ratio']:.2f} of the floor"
-                f" (quickest tenth {row['quiet_ratio']:.2f}){goal}"
-            )
+    for transport in transports:
+        if "curve" in parts:
+            rows += asyncio.run(curve(transport, args.reps, args.streams))
+        if "peers" in parts:
+            for page_bytes in CONTEST_PAGES:
+                rows.append(asyncio.run(contest(transport, page_bytes, args.reps, args.streams, args.peer_python)))
+    if "doorbell" in parts:
+        rows += asyncio.run(measure_doorbell())
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         load.append(os.getloadavg()[0])
@@ -239,7 +195,8 @@ def main() -> int:
             "machine": platform.machine(),
             "kernel": platform.release(),
         }
-        args.out.write_text(json.dumps({"command": sys.argv, "machine": machine, "rows": rows}, indent=1) + "\n")
+        command = ["benchmarks/transfer.py", *(x for x in sys.argv[1:] if "/" not in x)]
+        args.out.write_text(json.dumps({"command": command, "machine": machine, "rows": rows}, indent=1) + "\n")
     return 0
 
 

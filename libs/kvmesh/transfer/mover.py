@@ -274,16 +274,16 @@ class Mover:
 
     def _sleep(self) -> None:
         timeout = IDLE_S
-        if self._watcher is not None and self._table is not None:
-            if not self._commands and self._watcher.linger(self._table):
-                return
-            timeout = self._watcher.sleep_s(self._table)
         for outbound in self._links:
             self._watch(outbound, outbound.wait_fds())
             at = outbound.wake_at()
             if at is not None:
                 timeout = min(timeout, max(0.0, at - time.monotonic()))
-        for fd in self._poller.wait(timeout):
+        if self._watcher is not None and self._table is not None:
+            ready = self._watcher.wait(self._table, self._poller, timeout)
+        else:
+            ready = self._poller.wait(timeout)
+        for fd in ready:
             if fd == self._wake:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)

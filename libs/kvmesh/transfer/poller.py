@@ -9,6 +9,8 @@ import os
 import select
 from collections.abc import Mapping
 
+from kvmesh.transfer.native.moves import EVENT, Bells, Look
+
 _PR_SET_TIMERSLACK = 29
 _SLACK_NS = 1000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -56,21 +58,33 @@ class Poller:
 
     def wait(self, seconds: float) -> list[int]:
         """Descriptors with events (errors and hang-ups included), [] after `seconds` or a signal."""
-        if self._array is None:
-            self._array = (_PollFd * len(self._masks))(*(_PollFd(fd, mask, 0) for fd, mask in self._masks.items()))
+        array = self._prepared()
         whole = int(seconds)
         self._time.tv_sec = whole
         self._time.tv_nsec = int((seconds - whole) * 1e9)
-        count = _libc.ppoll(ctypes.addressof(self._array), len(self._array), ctypes.addressof(self._time), None)
+        count = _libc.ppoll(ctypes.addressof(array), len(array), ctypes.addressof(self._time), None)
         if count < 0:
             code = ctypes.get_errno()
             if code == errno.EINTR:
                 return []
             raise OSError(code, os.strerror(code))
-        if count == 0:
-            return []
-        ready = [entry.fd for entry in self._array if entry.revents]
-        for entry in self._array:
+        return self._ready() if count else []
+
+    def watch(self, bells: Bells, value: int, look: Look) -> list[int]:
+        """Like `wait`, and back at once, with [], when the bells have reached the value."""
+        array = self._prepared()
+        found = bells.watch(ctypes.addressof(array), len(array), value, look)
+        return self._ready() if found == EVENT else []
+
+    def _prepared(self) -> ctypes.Array[_PollFd]:
+        if self._array is None:
+            self._array = (_PollFd * len(self._masks))(*(_PollFd(fd, mask, 0) for fd, mask in self._masks.items()))
+        return self._array
+
+    def _ready(self) -> list[int]:
+        array = self._prepared()
+        ready = [entry.fd for entry in array if entry.revents]
+        for entry in array:
             if entry.revents & select.POLLNVAL:
                 # Closed behind our back: waiting on it would spin.
                 self.remove(entry.fd)

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from kvmesh.errors import DataLoss
 from kvmesh.kv.region import Region
 from kvmesh.kv.ring import Doorbell, StepRing
-from kvmesh.transfer.native.moves import Bells
+from kvmesh.transfer.native.moves import Bells, Look
+from kvmesh.transfer.poller import Poller
 from kvmesh.transfer.sends import SendTable
 
 MIN_SLEEP_S = 50e-6
@@ -69,7 +70,7 @@ class RingWatcher:
         self._ring = StepRing(ring.buf)
         rung = [doorbells] if isinstance(doorbells, Region) else doorbells
         self._doorbells = [Doorbell(doorbell.buf) for doorbell in rung]
-        self._bells = Bells([doorbell.address for doorbell in self._doorbells], self._rung)
+        self._bells = Bells([doorbell.address for doorbell in self._doorbells])
         self._patience = patience or Patience.named("auto")
         self.eventfd = eventfd
         self._notified = False
@@ -113,13 +114,15 @@ class RingWatcher:
     def _rung(self) -> int:
         return min(doorbell.value for doorbell in self._doorbells)
 
-    def linger(self, table: SendTable) -> bool:
-        """Where the next ring is due about now, look closely for it; True where it has come. Releases the GIL."""
+    def wait(self, table: SendTable, poller: Poller, at_most_s: float) -> list[int]:
+        """Sleep until the next look: descriptors with events, [] when it is time to look (or the ring has come)."""
         due = table.awaiting_doorbell
-        if due is None or self._patience == (0.0, 0.0):
-            return False
         age = time.monotonic() - self._changed
-        return SURE * self._layer_s <= age < LATE * self._layer_s and self._bells.reached(due, *self._patience)
+        if due is None or age >= LATE * self._layer_s or not self._bells.watchable:
+            return poller.wait(min(at_most_s, self.sleep_s(table)))
+        quiet = max(0.0, SURE * self._layer_s - age)
+        look = Look(quiet, *self._patience, MIN_SLEEP_S, min(at_most_s, LATE * self._layer_s - age))
+        return poller.watch(self._bells, due, look)
 
     def sleep_s(self, table: SendTable) -> float:
         """Seconds until the next look, where no eventfd asks for one before."""

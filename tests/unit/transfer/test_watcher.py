@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections.abc import Iterator
@@ -11,10 +12,13 @@ import pytest
 
 from kvmesh.kv.region import Region
 from kvmesh.kv.ring import Doorbell, StepEntry, StepRecord, StepRing
+from kvmesh.transfer.native import moves
+from kvmesh.transfer.poller import Poller
 from kvmesh.transfer.sends import SendTable
 from kvmesh.transfer.watcher import Patience, RingWatcher
 from test_sends import LAYOUT, Recorder, make
 
+pytestmark = pytest.mark.skipif(moves.library() is None, reason="nothing compiles here")
 PATIENCE = Patience(spin_s=0.01, yield_s=0.05)
 
 
@@ -28,6 +32,7 @@ class Rig:
         self.watcher = RingWatcher(self.ring_region, self.regions, eventfd, patience)
         self.table = SendTable(LAYOUT)
         self.out = Recorder()
+        self.poller = Poller()
 
     def begin(self) -> None:
         self.table.start(make(self.out, [1], [2]), 0)
@@ -38,6 +43,9 @@ class Rig:
         """Make the next ring due now, and for many minutes: layers take long, and this one has taken that long."""
         self.watcher._layer_s = 1000.0
         self.watcher._changed = time.monotonic() - 1000.0
+
+    def wait(self, seconds: float) -> list[int]:
+        return self.watcher.wait(self.table, self.poller, seconds)
 
     def close(self) -> None:
         self.watcher.close()
@@ -57,38 +65,56 @@ def rigs() -> Iterator[list[Rig]]:
 
 
 def test_a_ring_ends_the_look(rigs: list[Rig]) -> None:
-    rig = Rig(Patience(0.0, 60.0))
+    rig = Rig(Patience(0.0, 0.0))
     rigs.append(rig)
     rig.begin()
     rig.due()
     ringer = threading.Timer(0.05, rig.bells[0].ring)
     ringer.start()
-    assert rig.watcher.linger(rig.table)
+    # By the bell alone: neither a descriptor nor the time ends it before.
+    assert rig.wait(60.0) == []
     ringer.join()
     assert rig.watcher.feed(rig.table)
     assert len(rig.out.writes) == 1
 
 
-def test_no_look_where_nothing_is_due(rigs: list[Rig]) -> None:
-    rig = Rig(Patience(60.0, 60.0))
-    rigs.append(rig)
-    # Idle, just rung, and late: none of them may wait those two minutes.
-    assert not rig.watcher.linger(rig.table)
-    rig.begin()
-    rig.watcher._changed = time.monotonic() + 1000.0
-    assert not rig.watcher.linger(rig.table)
-    rig.watcher._changed = time.monotonic() - 1000.0
-    assert not rig.watcher.linger(rig.table)
-
-
-def test_the_look_is_bounded(rigs: list[Rig]) -> None:
+def test_a_descriptor_ends_the_look(rigs: list[Rig]) -> None:
     rig = Rig(PATIENCE)
     rigs.append(rig)
     rig.begin()
     rig.due()
+    event = os.eventfd(1, os.EFD_NONBLOCK)
+    rig.poller.set(event, select.POLLIN)
+    assert rig.wait(60.0) == [event]
+    # Also while the layer is far from due.
+    rig.watcher._changed = time.monotonic()
+    assert rig.wait(60.0) == [event]
+    os.close(event)
+
+
+@pytest.mark.parametrize("age", [-1000.0, 10_000.0])
+def test_no_close_look_where_nothing_is_due(rigs: list[Rig], age: float) -> None:
+    """Just rung, and late: neither may burn a minute."""
+    rig = Rig(Patience(60.0, 0.0))
+    rigs.append(rig)
+    rig.begin()
+    rig.due()
+    rig.watcher._changed = time.monotonic() - age
     cpu = time.thread_time()
-    assert not rig.watcher.linger(rig.table)
-    assert time.thread_time() - cpu < 10 * (PATIENCE.spin_s + PATIENCE.yield_s)
+    for _ in range(5):
+        assert rig.wait(0.02) == []
+    assert time.thread_time() - cpu < 1.0
+
+
+def test_the_look_is_bounded(rigs: list[Rig]) -> None:
+    rig = Rig(Patience(0.05, 0.05))
+    rigs.append(rig)
+    rig.begin()
+    rig.due()
+    cpu = time.thread_time()
+    assert rig.wait(1.0) == []
+    # The second without a ring was slept through but for a tenth, and looks every 50 us.
+    assert time.thread_time() - cpu < 0.8
 
 
 def test_ranks_ring_for_themselves_and_a_layer_leaves_at_the_least(rigs: list[Rig]) -> None:
@@ -98,12 +124,12 @@ def test_ranks_ring_for_themselves_and_a_layer_leaves_at_the_least(rigs: list[Ri
     for bell in rig.bells[:2]:
         bell.ring()
         bell.ring()
-    rig.due()
-    assert not rig.watcher.linger(rig.table)
     assert not rig.watcher.feed(rig.table)
-    rig.bells[2].ring()
     rig.due()
-    assert rig.watcher.linger(rig.table)
+    ringer = threading.Timer(0.05, rig.bells[2].ring)
+    ringer.start()
+    assert rig.wait(60.0) == []
+    ringer.join()
     assert rig.watcher.feed(rig.table)
     assert len(rig.out.writes) == 1
 

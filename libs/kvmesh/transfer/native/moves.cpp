@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <poll.h>
 #include <sched.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -79,6 +80,12 @@ inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #endif
+}
+
+inline bool rung(const uint64_t* const* bells, int64_t count, uint64_t value) {
+  for (int64_t i = 0; i < count; ++i)
+    if (__atomic_load_n(bells[i], __ATOMIC_ACQUIRE) < value) return false;
+  return true;
 }
 
 // One gather or scatter of runs from position `run`, `done` bytes into it on.
@@ -167,20 +174,32 @@ int64_t kvmesh_recv_runs(int fd, char* base, int64_t size, const int64_t* offset
   return 0;
 }
 
-// Looks at the doorbells until all have reached `value`: for spin_ns without a pause, then for yield_ns giving the core
-// to whoever wants it between two looks. 1 where they have.
-int kvmesh_await(const uint64_t* const* bells, int64_t count, uint64_t value, int64_t spin_ns, int64_t yield_ns) {
+// Waits until all doorbells have reached `value` or a descriptor has an event. First quiet_ns without a look at the bells,
+// then looking: for spin_ns without a pause, for yield_ns giving the core to whoever wants it in between, and after that
+// every step_ns; total_ns in all at most. 1 for the bells, 2 for a descriptor (its revents are set), 0 for neither, -errno.
+int kvmesh_watch(pollfd* fds, int64_t nfds, const uint64_t* const* bells, int64_t count, uint64_t value, int64_t quiet_ns,
+                 int64_t spin_ns, int64_t yield_ns, int64_t step_ns, int64_t total_ns) {
   const int64_t begin = now_ns();
-  for (int64_t looks = 0;; ++looks) {
-    int64_t rung = 0;
-    while (rung < count && __atomic_load_n(bells[rung], __ATOMIC_ACQUIRE) >= value) ++rung;
-    if (rung == count) return 1;
-    const int64_t spent = now_ns() - begin;
-    if (spent >= spin_ns + yield_ns) return 0;
-    if (spent < spin_ns)
+  const int64_t close = begin + quiet_ns, calm = close + spin_ns + yield_ns, end = begin + total_ns;
+  for (int64_t i = 0; i < nfds; ++i) fds[i].revents = 0;
+  for (;;) {
+    if (rung(bells, count, value)) return 1;
+    const int64_t now = now_ns();
+    if (now >= end) return 0;
+    if (now >= close && now < close + spin_ns) {
       relax();
-    else
+      continue;
+    }
+    if (now >= close && now < calm) {
       sched_yield();
+      continue;
+    }
+    int64_t wait = now < close ? close - now : step_ns;
+    if (wait > end - now) wait = end - now;
+    const timespec time{wait / 1000000000, wait % 1000000000};
+    const int ready = ppoll(fds, nfds, &time, nullptr);
+    if (ready > 0) return 2;
+    if (ready < 0 && errno != EINTR) return -errno;
   }
 }
 }

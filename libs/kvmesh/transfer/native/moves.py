@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fno-exceptions", "-fn
 _OUTSIDE = -4096
 # Buffers of one system call; the kernel's limit is 1024.
 _MAX_IOV = 256
+# What ends a watch.
+RUNG, EVENT = 1, 2
 _P, _I64 = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -42,7 +44,7 @@ def library() -> ctypes.CDLL | None:
         ("kvmesh_copy_runs", _I64, (_P, _I64, _P, _I64, _P, _P, _P, _I64)),
         ("kvmesh_send_runs", _I64, (ctypes.c_int, _P, _I64, _P, _P, _I64, _P, _I64)),
         ("kvmesh_recv_runs", _I64, (ctypes.c_int, _P, _I64, _P, _P, _I64)),
-        ("kvmesh_await", ctypes.c_int, (_P, _I64, ctypes.c_uint64, _I64, _I64)),
+        ("kvmesh_watch", ctypes.c_int, (_P, _I64, _P, _I64, ctypes.c_uint64, _I64, _I64, _I64, _I64, _I64)),
     ):
         function = getattr(code, name)
         function.restype, function.argtypes = result, arguments
@@ -202,18 +204,35 @@ def _fill(sock: socket.socket, batch: list[memoryview]) -> None:
                 received = 0
 
 
+class Look(NamedTuple):
+    """How to watch, in seconds: without a look for `quiet`, then looking without a pause (`spin`), then yielding the core
+    between two looks (`rest`), then every `step`; `total` in all at most."""
+
+    quiet: float
+    spin: float
+    rest: float
+    step: float
+    total: float
+
+
 class Bells:
     """Words of shared memory that only grow. addresses: of each, 8-byte aligned; their owner keeps them mapped."""
 
-    def __init__(self, addresses: Sequence[int], value: Callable[[], int]) -> None:
+    def __init__(self, addresses: Sequence[int]) -> None:
         self._array = (ctypes.c_void_p * len(addresses))(*addresses)
         self._native = library()
-        self._value = value
 
-    def reached(self, value: int, spin_s: float, yield_s: float) -> bool:
-        """Look until all have reached `value`, at most so long: first without a pause, then yielding the core. There is
-        one look only in Python: to spin there would keep every other thread from running."""
-        if self._native is None:
-            return self._value() >= value
-        spin, rest = int(spin_s * 1e9), int(yield_s * 1e9)
-        return bool(self._native.kvmesh_await(self._array, len(self._array), value, spin, rest))
+    @property
+    def watchable(self) -> bool:
+        """False where there is no native code: to look closely in Python would keep every other thread from running."""
+        return self._native is not None
+
+    def watch(self, fds: int, count: int, value: int, look: Look) -> int:
+        """Wait until all have reached `value` (RUNG), one of the `count` pollfds at address `fds` has an event (EVENT),
+        or the time is over (0). Raises OSError. Releases the GIL."""
+        assert self._native is not None
+        times = (int(seconds * 1e9) for seconds in look)
+        result: int = self._native.kvmesh_watch(fds, count, self._array, len(self._array), value, *times)
+        if result < 0:
+            raise OSError(-result, os.strerror(-result))
+        return result
