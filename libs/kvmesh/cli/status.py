@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-from rich.console import Console, Group
-from rich.table import Column, Table
+from rich.console import Console
 from rich.text import Text
 
+from kvmesh.cli.render import MeshStatus, render
 from kvmesh.cli.tls import PLAINTEXT, Secure
 from kvmesh.errors import KvmeshError
 from kvmesh.proto.v1 import engine_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, router_pb2, router_pb2_grpc
 from kvmesh.rpc.auth import MESH_TOKEN_KEY, MeshToken
 
+__all__ = ["MeshStatus", "print_status", "read_status", "render", "wait_fleet"]
+
 TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class MeshStatus:
-    """`sidecars` is by worker id; None where the sidecar did not answer."""
-
-    fleet: router_pb2.WatchResponse
-    sidecars: dict[str, kvtransfer_pb2.GetStatusResponse | None]
 
 
 def _token_metadata(token_file: str) -> tuple[tuple[str, str], ...]:
@@ -86,58 +79,6 @@ async def wait_fleet(router: str, token_file: str, workers: set[str], timeout_s:
         finally:
             watch.cancel()
     return missing
-
-
-def _enum(name: str, prefix: str) -> str:
-    return name.removeprefix(prefix).lower()
-
-
-def _table(title: str, *headers: str) -> Table:
-    """A table whose cells are folded where they do not fit: half a worker's name tells nothing."""
-    return Table(*(Column(header, overflow="fold") for header in headers), title=title)
-
-
-def render(status: MeshStatus) -> Group:
-    """Three tables: workers, links, transports; and a line on the caches."""
-    workers = _table("workers", "worker", "role", "state", "model", "address", "running", "waiting", "pages free")
-    for entry in status.fleet.workers:
-        info, load = entry.info, entry.load
-        workers.add_row(
-            info.worker_id,
-            _enum(engine_pb2.WorkerRole.Name(info.role), "WORKER_ROLE_"),
-            _enum(engine_pb2.WorkerState.Name(info.state), "WORKER_STATE_"),
-            f"{info.model} ({info.dtype})",
-            info.address,
-            str(load.running),
-            str(load.waiting),
-            f"{load.free_pages}/{load.total_pages or info.total_pages}",
-        )
-    names = {str(reply.engine_id): worker for worker, reply in status.sidecars.items() if reply is not None}
-    links = _table("links", "sidecar of", "peer", "direction", "transport", "state", "transfers", "bytes", "why")
-    transports = _table("transports", "sidecar of", "transport", "usable", "why")
-    for worker, reply in status.sidecars.items():
-        if reply is None:
-            transports.add_row(worker, "–", "no", "the sidecar does not answer")
-            continue
-        for link in reply.links:
-            links.add_row(
-                worker,
-                names.get(link.peer_engine_id, link.peer_engine_id),
-                link.direction,
-                link.transport,
-                link.state,
-                str(link.transfers),
-                f"{link.bytes:,}",
-                link.reason,
-            )
-        for item in reply.transports:
-            transports.add_row(worker, item.name, "yes" if item.usable else "no", item.reason)
-    cache = status.fleet.cache
-    line = Text(
-        f"cache: redis {'up' if cache.redis_ok else 'down'}, embedder {cache.embedder or 'none'}, "
-        f"{cache.exact_hits} exact and {cache.semantic_hits} semantic hits, {cache.misses} misses"
-    )
-    return Group(workers, links, transports, line)
 
 
 async def print_status(router: str, token_file: str, console: Console, secure: Secure = PLAINTEXT) -> int:
