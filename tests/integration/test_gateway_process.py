@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvmesh.cli.ports import free_port
 from kvmesh.client import Client
 from kvmesh.errors import NotFound, Unavailable
 from kvmesh.rpc import open_channel
@@ -29,7 +30,7 @@ class Process:
     def __init__(self, service: str, folder: Path, **flags: Any) -> None:
         self.service = service
         self.ready_file = folder / f"{service}.ready"
-        given = {"listen": "127.0.0.1:0", "ready_file": self.ready_file} | flags
+        given = {"listen": f"127.0.0.1:{free_port()}", "ready_file": self.ready_file} | flags
         self._argv = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
         self.address = ""
         self.process: asyncio.subprocess.Process

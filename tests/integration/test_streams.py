@@ -115,7 +115,7 @@ async def test_cancelled_streams_leave_nothing_behind(record_property: Callable[
             await settled(mesh, "decode-0", "prefill-0")
 
         names = ("gateway", "decode-0", "prefill-0", "kvtransfer-decode-0", "kvtransfer-prefill-0")
-        await round_of(200)  # warm-up: pools, caches, arenas
+        await round_of(CANCELLED_STREAMS // 5)  # warm-up: pools, caches, arenas
         fds_before = {name: open_fds(mesh.pid(name)) for name in names}
         rss_before = {name: mesh.rss(name) for name in names}
         await round_of(CANCELLED_STREAMS)
@@ -123,7 +123,9 @@ async def test_cancelled_streams_leave_nothing_behind(record_property: Callable[
         fds = {name: open_fds(mesh.pid(name)) - fds_before[name] for name in names}
         shown = ", ".join(f"{name} {grown[name] / 2**20:.1f} MiB {fds[name]:+d} descriptors" for name in names)
         record_property("measured", f"{CANCELLED_STREAMS} cancelled streams; grown: {shown}")
-        assert all(bytes_ < 24 << 20 for bytes_ in grown.values()), f"memory grew: {grown}"
+        # After a short warm-up the arenas still fill, after a long one they have.
+        limit = (24 if CANCELLED_STREAMS <= 1_000 else 8) << 20
+        assert all(bytes_ < limit for bytes_ in grown.values()), f"memory grew: {grown}"
         assert all(count <= 4 for count in fds.values()), f"descriptors grew: {fds}"
         _, finished = await answer(mesh, "still there? " * 10)
         assert finished.usage.completion_tokens == 16

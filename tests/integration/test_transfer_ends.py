@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvmesh.cli.ports import free_port
 from kvmesh.errors import FailedPrecondition, KvmeshError, TransferFailed
 from kvmesh.transfer.client import SlotHandle, TransferHandle
 from kvmesh.transfer.link import SidecarLink
@@ -249,7 +250,7 @@ async def test_successor_at_another_address_hears_of_unmapped_memory(pair: Pair)
     with pytest.raises(TransferFailed):
         await soon(transfer.done)
     await fails(slot)
-    pair.b.port = 0
+    pair.b.port = free_port()
     await pair.b.start()
     target.client = await link.wait_connected(15)
     if transfer.transport == "shm":

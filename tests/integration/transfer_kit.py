@@ -17,6 +17,7 @@ import grpc
 import numpy as np
 import psutil
 
+from kvmesh.cli.ports import free_port
 from kvmesh.kv.layout import KvGroup, KvLayout, group_view
 from kvmesh.kv.region import Region
 from kvmesh.kv.ring import Doorbell, StepEntry, StepRecord, StepRing
@@ -43,7 +44,8 @@ class SidecarProcess:
         self.folder = folder
         self.socket = folder / f"{name}.sock"
         self.flags = flags
-        self.port = 0
+        # Not one that the kernel names: while this process is down, a connection that is tried to it might take it.
+        self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.starts = 0
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvmesh.cli.ports import free_port
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.proto.v1 import engine_pb2_grpc, inference_pb2
 from kvmesh.rpc import MeshChannel, open_channel
@@ -81,7 +82,7 @@ class Node:
     async def start_sidecar(self) -> None:
         """Start (or start again, on the same port: its peers look for the successor there) the sidecar."""
         self.starts += 1
-        listen = ["--listen", self.sidecar_info["address"]] if self.sidecar_info else []
+        listen = ["--listen", self.sidecar_info["address"] if self.sidecar_info else f"127.0.0.1:{free_port()}"]
         path = self.root / f"{self.name}-sidecar-{self.starts}.json"
         self.sidecar = await self.stack.enter_async_context(
             process(

@@ -10,10 +10,8 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +23,7 @@ from rich.text import Text
 
 from kvmesh.cli.ask import ask
 from kvmesh.cli.plan import MeshOptions, MeshPlan, plan_mesh
+from kvmesh.cli.ports import free_port
 from kvmesh.cli.state import MeshState, remove_state, write_state
 from kvmesh.cli.status import wait_fleet
 from kvmesh.cli.supervisor import StartFailed, Supervisor
@@ -35,19 +34,6 @@ INTERRUPTED = 130
 RUN_PREFIX = "kvmesh-"
 FLEET_TIMEOUT_S = 30.0
 _PROGRESS = re.compile(rb"loading: ([0-9.]+) %")
-
-
-def free_port(preferred: int) -> int:
-    """`preferred` if nothing listens there, else a free port of 127.0.0.1. The service itself reports a lost race."""
-    for port in (preferred, 0) if preferred else (0,):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise OSError("no free TCP port on 127.0.0.1")
 
 
 def embedded_redis(run_dir: Path) -> tuple[tuple[str, ...], str]:
@@ -157,7 +143,7 @@ async def running_mesh(
             options, gateway_port=free_port(options.gateway_port), router_port=free_port(options.router_port)
         )
         redis, url = embedded_redis(run_dir) if options.cache else ((), "")
-        plan = plan_mesh(options, run_dir, free_port=partial(free_port, 0), redis=redis, redis_url=url)
+        plan = plan_mesh(options, run_dir, free_port=free_port, redis=redis, redis_url=url)
         board = _Board(plan, log_dir)
         supervisor = Supervisor(plan, log_dir, board.event)
         done = asyncio.Event()

