@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvmesh.engine.parallel.ranks import RankGroup
+from kvmesh.engine.parallel.ranks import RankGroup, start_ranks
 from kvmesh.engine.parallel.runner import ParallelRunner
 from kvmesh.engine.runner import SamplingParams, Slice, StepBatch
 from kvmesh.engine.torch_runner import TorchRunner
@@ -97,7 +97,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(directory: Path, timeout_s: float = WAIT_S) -> ParallelRunner:
-    return ParallelRunner.load(str(directory), "fp32", tp=2, threads=1, timeout_s=timeout_s)
+    return ParallelRunner.load(
+        start_ranks(str(directory), 2, 1), str(directory), "fp32", threads=1, timeout_s=timeout_s
+    )
 
 
 @pytest.fixture
@@ -190,18 +192,12 @@ def test_a_rank_that_hangs_is_killed_after_the_time_limit(directory: Path) -> No
         runner.close()
 
 
-def test_a_rank_that_dies_while_loading_ends_the_start(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pidfds: list[int] = []
-
-    class Doomed(RankGroup):
-        def __init__(self, size: int, threads: int) -> None:
-            super().__init__(size, threads)
-            pidfds.append(open_pidfd(self.pids[0]))
-            os.kill(self.pids[0], signal.SIGKILL)
-
-    monkeypatch.setattr("kvmesh.engine.parallel.runner.RankGroup", Doomed)
+def test_a_rank_that_dies_while_loading_ends_the_start(directory: Path) -> None:
+    ranks = start_ranks(str(directory), 2, 1)
+    pidfds = [open_pidfd(ranks.pids[0])]
+    os.kill(ranks.pids[0], signal.SIGKILL)
     with pytest.raises(Unavailable, match=r"rank 1 \(pid \d+\) ended with code -9"):
-        start(directory)
+        ParallelRunner.load(ranks, str(directory), "fp32", threads=1, timeout_s=WAIT_S)
     assert gone(pidfds)
 
 
@@ -222,8 +218,10 @@ def test_what_a_rank_says_last_is_the_reason_and_needs_no_step(directory: Path) 
 
 _LEADER = """
 import json, sys
+from kvmesh.engine.parallel.ranks import start_ranks
+ranks = start_ranks(sys.argv[1], 2, 1)
 from kvmesh.engine.parallel.runner import ParallelRunner
-runner = ParallelRunner.load(sys.argv[1], "fp32", tp=2, threads=1, timeout_s=120.0)
+runner = ParallelRunner.load(ranks, sys.argv[1], "fp32", threads=1, timeout_s=120.0)
 print(json.dumps(runner.ranks.pids), flush=True)
 sys.stdin.read()
 """
@@ -261,5 +259,5 @@ def test_what_does_not_divide_is_refused_before_anything_starts(
     make_tiny(tmp_path, variant)
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(InvalidArgument, match=why) as caught:
-        ParallelRunner.load(str(tmp_path), "fp32", tp=tp, threads=1, timeout_s=5.0)
+        start_ranks(str(tmp_path), tp, 1)
     assert caught.value.details == {"field": "tp"}

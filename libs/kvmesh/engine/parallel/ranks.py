@@ -25,6 +25,8 @@ from typing import Any
 from kvmesh.engine.parallel.wire import Frame, Kind, recv_frame, send_frame
 from kvmesh.engine.runner import Runner
 from kvmesh.errors import KvmeshError, Unavailable
+from kvmesh.loading.sharding import check_parallel
+from kvmesh.loading.source import open_checkpoint, resolve
 
 log = logging.getLogger(__name__)
 
@@ -196,6 +198,17 @@ class RankGroup:
             self.fail(f"rank {member.rank} (pid {member.process.pid}) {ended}{': ' if why else ''}{why}")
         with contextlib.suppress(queue.Full):
             member.frames.put_nowait(None)
+
+
+def start_ranks(spec: str, size: int, threads: int) -> RankGroup:
+    """Ranks for a model, once it is clear that it can be shared by so many: InvalidArgument where it cannot, and as
+    `open_checkpoint`. Before torch is imported here, so that all processes import it at the same time."""
+    checkpoint = open_checkpoint(resolve(spec))
+    try:
+        check_parallel(checkpoint.config, size)
+    finally:
+        checkpoint.close()
+    return RankGroup(size, threads)
 
 
 def ranks_of(runner: Runner) -> RankGroup | None:

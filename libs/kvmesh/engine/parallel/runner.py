@@ -14,8 +14,6 @@ from kvmesh.errors import Internal, KvmeshError
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.ring import Doorbell
 from kvmesh.layers.parallel import GlooParallel, leader_store
-from kvmesh.loading.sharding import check_parallel
-from kvmesh.loading.source import open_checkpoint, resolve
 from kvmesh.loading.weights import Progress
 
 log = logging.getLogger(__name__)
@@ -45,27 +43,20 @@ class ParallelRunner:
     @classmethod
     def load(
         cls,
+        ranks: RankGroup,
         spec: str,
         dtype: str,
         *,
-        tp: int,
         threads: int,
         timeout_s: float,
         progress: Progress | None = None,
         logs: Mapping[str, str] | None = None,
     ) -> ParallelRunner:
-        """Start tp - 1 processes and load the model's parts, all at the same time.
+        """Load the model's parts, in all ranks at the same time. On any failure the ranks are ended.
 
-        threads: of each rank. timeout_s: what a rank may come late to a collective. logs: arguments of
-        `kvmesh.telemetry.setup_logs` in the ranks. Raises InvalidArgument where tp does not fit the model, Unavailable
-        where a rank ends, and as `TorchRunner.load`.
+        threads: of each rank. timeout_s: what a rank may come late to a collective. logs: service, instance, level and
+        fmt of `kvmesh.telemetry.setup_logs`. Raises Unavailable where a rank ends, and as `TorchRunner.load`.
         """
-        checkpoint = open_checkpoint(resolve(spec))
-        try:
-            check_parallel(checkpoint.config, tp)
-        finally:
-            checkpoint.close()
-        ranks = RankGroup(tp, threads)
         try:
             return cls._load(ranks, spec, dtype, threads, timeout_s, progress, logs or {})
         except BaseException:

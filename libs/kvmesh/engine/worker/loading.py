@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvmesh.config import WorkerSettings
+from kvmesh.engine.parallel.ranks import start_ranks
 from kvmesh.engine.runner import Runner
 from kvmesh.telemetry import metrics, names
 
@@ -48,14 +49,15 @@ def _load_torch(settings: WorkerSettings) -> Runner:
     log.info("loading %s (%s, %d rank(s) of %d threads)", settings.model, settings.dtype, settings.tp, threads)
     progress = LoadProgress(settings.model)
     started = time.monotonic()
-    # Imported here: a scripted worker has no torch, and the import alone takes a second.
+    # Torch is imported here: a scripted worker has none, and the import alone takes a second.
     runner: Runner
     if settings.tp > 1:
+        ranks = start_ranks(settings.model, settings.tp, threads)
         from kvmesh.engine.parallel.runner import ParallelRunner
 
         logs = {"service": settings.service, "level": settings.log_level, "fmt": settings.log_format}
         runner = ParallelRunner.load(
-            settings.model, settings.dtype, tp=settings.tp, threads=threads, timeout_s=settings.tp_timeout_s,
+            ranks, settings.model, settings.dtype, threads=threads, timeout_s=settings.tp_timeout_s,
             progress=progress, logs=logs | {"instance": settings.instance_name},
         )  # fmt: skip
     else:
