@@ -68,6 +68,7 @@ def make_mla(
 ) -> torch.nn.Module:
     """Write a random model of `variant`, with `changes` to its config, and return it."""
     config_type, model_type, extra = MLA_VARIANTS[variant]
+    # With this seed no expert is chosen by a margin below 2e-4 on the tests' prompts: rounding never decides.
     torch.manual_seed(23)
     model = model_type(config_type(**{**MLA_TINY, **extra, **changes})).eval()
     with torch.no_grad():
@@ -75,7 +76,7 @@ def make_mla(
             if "inv_freq" in name:
                 continue
             # Large enough that attention is far from uniform, experts are chosen clearly, biases and norms matter.
-            size = 0.5 if "mlp.gate." in name else 0.12
+            size = (0.5 if config_type is DeepseekV3Config else 0.2) if "mlp.gate." in name else 0.12
             tensor.copy_(torch.randn_like(tensor) * size + (1.0 if name.endswith("norm.weight") else 0.0))
     model = model.to(dtype)
     model.save_pretrained(directory)
