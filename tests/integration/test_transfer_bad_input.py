@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import random
 import socket
 import struct
 from collections.abc import AsyncIterator, Iterator
@@ -27,7 +27,7 @@ from kvmesh.transfer.wire import PROTOCOL, exchange, open_unix, pack_frame
 from transfer_kit import Engine, SidecarProcess, make_layout, soon
 
 SRC, DST = [5, 6, 7, 20, 3, 9], [40, 41, 2, 30, 31, 32]
-FLAGS = ("--heartbeat-s=0.2", "--lease-s=2")
+FLAGS = ("--heartbeat-s=0.2", "--lease-s=4")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def refusal(data: bytes) -> str:
     return pb.DataHelloReply.FromString(body).reason
 
 
-GARBAGE = os.urandom(2000)
+GARBAGE = random.Random(1).randbytes(2000)
 
 
 async def test_garbage_on_the_control_port(scene: Scene) -> None:
@@ -111,13 +111,13 @@ async def test_garbage_on_the_control_port(scene: Scene) -> None:
 
 async def test_garbage_on_the_engine_socket(scene: Scene) -> None:
     path = scene.target.sidecar.socket
-    huge = await answer(await open_unix(path, 5), struct.pack("<I", 0xFFFFFFFF) + GARBAGE)
+    huge = await answer(await open_unix(path, 60), struct.pack("<I", 0xFFFFFFFF) + GARBAGE)
     assert "a frame of 4294967295 bytes" in refusal(huge)
-    nonsense = await answer(await open_unix(path, 5), struct.pack("<I", 100) + b"\xff" * 100)
+    nonsense = await answer(await open_unix(path, 60), struct.pack("<I", 100) + b"\xff" * 100)
     assert "does not hold the message" in refusal(nonsense)
-    other = await answer(await open_unix(path, 5), pack_frame(pb.EngineMessage(close_slot=pb.CloseSlot())))
+    other = await answer(await open_unix(path, 60), pack_frame(pb.EngineMessage(close_slot=pb.CloseSlot())))
     assert "first message of an engine is its hello" in refusal(other)
-    bare = await answer(await open_unix(path, 5), pack_frame(pb.EngineMessage(hello=pb.EngineHello(protocol=1))))
+    bare = await answer(await open_unix(path, 60), pack_frame(pb.EngineMessage(hello=pb.EngineHello(protocol=1))))
     assert "4 descriptors belong to this message, 0 came along" in refusal(bare)
 
 
@@ -131,11 +131,11 @@ async def test_garbage_on_the_data_doors(scene: Scene) -> None:
     data = await answer(socket.create_connection((host, int(port))), struct.pack("<I", 1 << 30) + GARBAGE)
     assert "a frame of" in refusal(data)
     shm = str(scene.target.sidecar.socket) + ".shm"
-    data = await answer(await open_unix(shm, 5), wrong)
+    data = await answer(await open_unix(shm, 60), wrong)
     assert "1 descriptors belong to this message" in refusal(data)
-    sock = await open_unix(shm, 5)
+    sock = await open_unix(shm, 60)
     hello = pb.DataHello(protocol=PROTOCOL, token=b"x" * 32, link_id=1, sidecar_id="evil")
-    body, fds = await exchange(sock, hello, [2], max_fds=8, timeout_s=5)
+    body, fds = await exchange(sock, hello, [2], max_fds=8, timeout_s=60)
     assert not fds
     assert "wrong token" in pb.DataHelloReply.FromString(body).reason
     sock.close()
@@ -143,9 +143,9 @@ async def test_garbage_on_the_data_doors(scene: Scene) -> None:
 
 async def test_too_many_descriptors_are_closed_again(scene: Scene) -> None:
     before = scene.target.sidecar.fds()
-    sock = await open_unix(str(scene.target.sidecar.socket) + ".shm", 5)
+    sock = await open_unix(str(scene.target.sidecar.socket) + ".shm", 60)
     hello = pb.DataHello(protocol=PROTOCOL, token=b"x" * 32, link_id=1)
-    body, _ = await exchange(sock, hello, [2] * 5, max_fds=0, timeout_s=5)
+    body, _ = await exchange(sock, hello, [2] * 5, max_fds=0, timeout_s=60)
     assert "descriptors arrived, at most 1 are taken" in pb.DataHelloReply.FromString(body).reason
     sock.close()
     async with asyncio.timeout(60):
@@ -228,11 +228,11 @@ class Writer:
         host, _, port = reply.endpoint.rpartition(":")
         sock = socket.create_connection((host, int(port)))
         hello = pb.DataHello(protocol=PROTOCOL, token=reply.token, link_id=reply.link_id, sidecar_id="evil")
-        body, _ = await exchange(sock, hello, [], max_fds=0, timeout_s=5)
+        body, _ = await exchange(sock, hello, [], max_fds=0, timeout_s=60)
         assert pb.DataHelloReply.FromString(body).ok
         # The token opens it once.
         again = socket.create_connection((host, int(port)))
-        body, _ = await exchange(again, hello, [], max_fds=0, timeout_s=5)
+        body, _ = await exchange(again, hello, [], max_fds=0, timeout_s=60)
         assert not pb.DataHelloReply.FromString(body).ok
         again.close()
         sock.settimeout(60)

@@ -172,7 +172,7 @@ async def test_a_broken_link_says_nothing_and_leaves_it_to_the_fence() -> None:
 async def test_abort_that_crosses_the_bind(first: str) -> None:
     """The reply and the abort are read in one go, before whoever waits for the bind has its turn."""
     desk = Desk()
-    desk.outgoing.sidecar = cast(Any, SimpleNamespace(options=SimpleNamespace(connect_timeout_s=5)))
+    desk.outgoing.sidecar = cast(Any, SimpleNamespace(options=SimpleNamespace(connect_timeout_s=60)))
     transfer = OutTransfer(desk.link, 10, 4, 6, "r", tracing.start_span("test"))
     binding = asyncio.create_task(desk.link.bind(transfer, 100))
     await asyncio.sleep(0)
@@ -306,10 +306,10 @@ class Writer:
         await self.say(pb.PeerRequest(hello=self.hello))
         self.reply = (await self.call.read()).hello
         self.heart = asyncio.create_task(self._beat())
-        self.sock = await open_unix(self.reply.endpoint, 5)
+        self.sock = await open_unix(self.reply.endpoint, 60)
         hello = pb.DataHello(protocol=PROTOCOL, token=self.reply.token, link_id=self.reply.link_id, sidecar_id="w")
         pidfd = open_pidfd()
-        body, fds = await exchange(self.sock, hello, [pidfd], max_fds=4, timeout_s=5)
+        body, fds = await exchange(self.sock, hello, [pidfd], max_fds=4, timeout_s=60)
         os.close(pidfd)
         assert pb.DataHelloReply.FromString(body).ok
         close_fds(fds)
@@ -388,7 +388,7 @@ async def test_an_engine_that_comes_back_to_the_same_sidecar_hears_of_its_old_wr
         ring=engine.ring_region,
     )
     link.start()
-    engine.client = first = await link.wait_connected(5)
+    engine.client = first = await link.wait_connected(60)
     writer = await Writer().open(here, engine)
     slot = await engine.open([1, 2])
     await writer.bind(slot)

@@ -203,7 +203,7 @@ async def test_destinations_sidecar_is_killed(pair: Pair, tmp_path: Path) -> Non
         ring=target.ring_region,
     )
     link.start()
-    target.client = await link.wait_connected(10)
+    target.client = await link.wait_connected(60)
     slot, transfer = await pair.begin()
     await pair.half(slot, transfer)
     old = target.client
@@ -217,7 +217,7 @@ async def test_destinations_sidecar_is_killed(pair: Pair, tmp_path: Path) -> Non
         await asyncio.sleep(0.3)
         assert not slot.drained.done()
     await pair.b.start()
-    target.client = await link.wait_connected(15)
+    target.client = await link.wait_connected(60)
     assert target.client is not old
     await soon(slot.drained)
     # The dead sidecar's descriptor is refused by its successor.
@@ -244,7 +244,7 @@ async def test_successor_at_another_address_hears_of_unmapped_memory(pair: Pair)
         ring=target.ring_region,
     )
     link.start()
-    target.client = await link.wait_connected(10)
+    target.client = await link.wait_connected(60)
     slot, transfer = await pair.begin()
     pair.b.kill()
     with pytest.raises(TransferFailed):
@@ -252,7 +252,7 @@ async def test_successor_at_another_address_hears_of_unmapped_memory(pair: Pair)
     await fails(slot)
     pair.b.port = free_port()
     await pair.b.start()
-    target.client = await link.wait_connected(15)
+    target.client = await link.wait_connected(60)
     if transfer.transport == "shm":
         assert not slot.drained.done()
     # The next transfer brings the writer to the new address, and with it the word that the old memory is let go of.

@@ -159,7 +159,7 @@ class Engine:
             regions=self.regions,
             doorbell=self.doorbell_region,
             ring=self.ring_region,
-            timeout_s=10,
+            timeout_s=60,
             on_lost=self.lost.set,
         )
         return self
