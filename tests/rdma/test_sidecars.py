@@ -1,4 +1,4 @@
-"""Two real kvtransfer processes with `--transports=verbs`, and engines in the test."""
+"""Two real kvtransfer processes with `--transports=efa,verbs`, of which only the latter can be used here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transfer_kit import Engine, make_layout, sidecars, soon
 pytestmark = pytest.mark.rdma
 # Everything in the VM is 20 to 30 times slower.
 transfer_kit.START_S = 240.0
-FLAGS = ("--transports=verbs", "--heartbeat-s=2", "--lease-s=20")
+FLAGS = ("--transports=efa,verbs", "--heartbeat-s=2", "--lease-s=20")
 SRC, DST = [5, 6, 7, 20, 3, 9], [40, 41, 2, 30, 31, 32]
 
 
@@ -49,7 +49,9 @@ async def test_layer_by_layer_kill_and_again(tmp_path: Path) -> None:
 
         await move()
         status = await b.status()
-        (usable,) = [t for t in status.transports if t.name == "verbs"]
+        efa, usable = status.transports
+        assert not efa.usable
+        assert "is no EFA device (errno 95)" in efa.reason
         assert usable.usable
         link = status.links[0]
         print(f"\nverbs between sidecars: {usable.reason}; link {link.direction} {link.state}: {link.reason}")

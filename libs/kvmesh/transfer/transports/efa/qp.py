@@ -11,6 +11,7 @@ from kvmesh.errors import Unavailable
 from kvmesh.transfer.transports.efa.device import EfaDevice, Peer
 from kvmesh.transfer.transports.efa.options import EfaOptions
 from kvmesh.transfer.transports.verbs.cq import CompletionQueue
+from kvmesh.transfer.transports.verbs.native.rings import NativePair
 
 # What a work request is, in the low bits of its number; above them a writer's ticket.
 KIND_WRITE = 0
@@ -85,6 +86,8 @@ class SrdPair:
             self._free()
             raise Unavailable(f"{device.name} gives no SRD queue pair: {error}") from None
         self.number = int(self._qp.qp_num)
+        self._native = NativePair.of(api.native, self._qp, queue.native, self.number)
+        self._handle: tuple[Any, int | None] = (None, None)
 
     def _bring_up(self, options: EfaOptions) -> None:
         """RESET → INIT → RTR → RTS, the last by hand: pyverbs does not name the RNR retries."""
@@ -110,6 +113,14 @@ class SrdPair:
 
     def post_writes(self, peer: Peer, qpn: int, qkey: int, parts: Sequence[Part]) -> None:
         """Writes with immediate, all signalled, in one call to the driver. The caller has checked them."""
+        if self._native is not None:
+            if self._handle[0] is not peer.handle:
+                self._handle = (peer.handle, self._native.handle(peer.handle))
+            if self._handle[1] is not None:
+                code = self._native.post_writes(self._handle[1], qpn, qkey, self._signaled, parts)
+                if code:
+                    raise self._api.error("posting failed", code)
+                return
         qp, sge = self._qp, self._sge
         write, address, set_sge, handle = qp.wr_rdma_write_imm, qp.wr_set_ud_addr, qp.wr_set_sge, peer.handle
         key = -1
@@ -144,6 +155,7 @@ class SrdPair:
         """Destroy it: when this returns the device touches no memory for it any more. Its completions are not to be
         polled after. Idempotent."""
         if self.open:
+            self._native = None
             self._qp.close()
             self.open = False
             self._free()
