@@ -97,9 +97,9 @@ class _Member:
         assert rings == list(range(runner.info.num_layers)), rings
         return step.logits.numpy().copy() if self.rank == 0 else None
 
-    def collective(self, key: int, name: str, values: Any) -> Any:
+    def collective(self, key: int, name: str, values: Any, dtype: torch.dtype) -> Any:
         group = self.runners[key].tp
-        return getattr(group, name)(torch.as_tensor(values)).numpy()
+        return getattr(group, name)(torch.tensor(values, dtype=dtype)).tolist()
 
 
 # --- in the test -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from model_harness import assert_close
-from parallel_kit import Memory, RankPool, Shards, apart, rank_pool
+from parallel_kit import Memory, RankPool, Shards, apart, carry, rank_pool
 
 SIZES = (1, 2, 4)
 PAGE = 16
@@ -46,7 +46,9 @@ class World:
     """A model in every number of parts, with memory of its own for prefill and for decode."""
 
     def __init__(self, pool: RankPool, directory: Path, reference: torch.nn.Module) -> None:
-        self.pool, self.directory = pool, directory
+        self.pool = pool
+        self.named = dict(reference.named_parameters())
+        self.matrices = [parameter for parameter in self.named.values() if parameter.dim() > 1]
         with torch.inference_mode():
             tokens = torch.tensor([[*PROMPT, PROMPT[0], PROMPT[1]]])
             self.theirs = reference(tokens).logits[0, -3:].clone()
@@ -74,3 +76,70 @@ def test_every_sharding_equals_transformers_and_one_rank(world: World, prefill_t
     ours = apart(world.prefill[prefill_tp], world.decode[decode_tp], PROMPT, PAGE + 1, draw=prefill_tp + decode_tp)
     assert_close(ours, world.theirs)
     assert_close(ours, world.one)
+
+
+@pytest.mark.parametrize("tp", SIZES[1:])
+def test_mixed_steps_and_copies_equal_one_rank(world: World, tp: int) -> None:
+    """Chunks, decode rows of unequal lengths and copied pages in one step, in an order that the plan must undo."""
+    outcomes = []
+    for size in (1, tp):
+        shards, memory = world.shards[size], world.shards[size].memory(PAGE, num_pages=24)
+        a, b, c = memory.table(40), memory.table(20), memory.table(33)
+        shards.step(memory, (PROMPT[:33], 0, a))
+        # What is copied is a page that one rank alone does not have in full.
+        fork = np.array([*a[:2], c[2]], dtype=np.int32)
+        outcomes.append(
+            shards.step(
+                memory,
+                (PROMPT[:7], 0, b),
+                (PROMPT[33:34], 33, a),
+                (PROMPT[40:42], 33, fork),
+                (PROMPT[5:6], 0, c),
+                copies=[(int(a[2]), int(c[2]))],
+            )
+        )
+    assert_close(outcomes[1], outcomes[0])
+
+
+@pytest.mark.parametrize("tp", SIZES[1:])
+def test_a_rank_keeps_its_part_alone(world: World, tp: int) -> None:
+    """All that is large is cut: no rank has more than its share and what is replicated (norms, rotary, kv heads)."""
+    whole = sum(world.pool.call(1, "weight_elements", world.shards[1].key))
+    parts = world.pool.call(tp, "weight_elements", world.shards[tp].key)
+    replicated = whole - sum(p.numel() for p in world.matrices)
+    kv = sum(p.numel() for name, p in world.named.items() if "k_proj" in name or "v_proj" in name)
+    share = (whole - replicated) / tp + (kv / 2 if tp > world.shards[1].unit.groups[0].kv_heads else 0)
+    assert max(parts) <= share * 1.05 + replicated
+    assert max(parts) < whole * 0.75
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_collectives(world: World, dtype: torch.dtype) -> None:
+    pool, tp = world.pool, 4
+    for rank in range(tp):
+        pool.pipes[rank].send(("collective", world.shards[tp].key, "all_gather", [[rank, 10 + rank]] * 3, dtype))
+    for gathered in pool.answers(tp):
+        assert gathered == [[0, 10, 1, 11, 2, 12, 3, 13]] * 3
+    for rank in range(tp):
+        pool.pipes[rank].send(("collective", world.shards[tp].key, "all_reduce", [[rank, 10 + rank]] * 3, dtype))
+    for summed in pool.answers(tp):
+        assert summed == [[6, 46]] * 3
+    # Nothing to do is no collective, and no hang.
+    for rank in range(tp):
+        pool.pipes[rank].send(("collective", world.shards[tp].key, "all_reduce", [], dtype))
+    assert pool.answers(tp) == [[]] * tp
+
+
+def test_pages_that_were_not_carried_are_noticed(world: World) -> None:
+    """The comparison can fail: with one rank's KV missing the answer is another one."""
+    shards, target = world.decode[4]
+    n = len(PROMPT) - 1
+    source = world.prefill[1][1]
+    src, dst = source.table(n), target.table(n + 1)
+    world.shards[1].step(source, (PROMPT[:n], 0, src))
+    carry(source, target, src, dst, n)
+    view = target.regions[2]["full"].view()
+    stride, page = target.layout.layer_stride("full"), target.layout.page_bytes("full")
+    view[stride + int(dst[1]) * page :][:page] = 0
+    with pytest.raises(AssertionError):
+        assert_close(shards.step(target, (PROMPT[n:], n, dst)), world.one[:1])
