@@ -40,6 +40,26 @@ async def test_output_equals_unified_and_bytes_move(transport: str, tmp_path: Pa
             await node.idle()
 
 
+@pytest.mark.parametrize(("prefill_page", "decode_page"), [("16", "64"), ("64", "16")])
+async def test_pages_of_unequal_size(prefill_page: str, decode_page: str, tmp_path: Path) -> None:
+    """Chunks cut pages of either side, and either prefix cache holds another part of the prompt."""
+    async with cluster(
+        tmp_path, PAIR, workers=["--scripted-step-ms", "1"],
+        prefill_0=["--page-size", prefill_page, "--chunk-size", "40"], decode_0=["--page-size", decode_page],
+    ) as nodes:  # fmt: skip
+        prefill, decode = nodes["prefill-0"], nodes["decode-0"]
+        async with Client(decode) as client:
+            long = prompt(700, 3)
+            for tokens in (prompt(129, 1), prompt(161, 2), long[:300], long, long[:520] + prompt(90, 4)):
+                reply = await client.submit(tokens, [prefill.target()])
+                await reply.wait()
+                assert reply.tokens == expected(tokens)
+                assert reply.finished.transfer_bytes > 0
+                assert reply.finished.prefill_retries == 0
+        for node in nodes.values():
+            await node.idle()
+
+
 async def test_kill_prefill_in_the_middle_of_a_transfer_ends_in_local_prefill(tmp_path: Path) -> None:
     async with cluster(
         tmp_path, PAIR,
