@@ -27,12 +27,15 @@ def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-async def test_disaggregated_stream_equals_transformers(tmp_path: Path) -> None:
+async def test_a_disaggregated_stream_of_two_ranks_a_side_equals_transformers(tmp_path: Path) -> None:
     directory = tmp_path / "tiny-mla"
     expected = greedy(make_mla_service(directory), PROMPT, TOKENS)
     options = MeshOptions(
         model=str(directory), dtype="fp32", gateway_port=0, threads=1, embedder="none", cache=False,
-        settings={"prefill.chunk_size": "32", "prefill.num_pages": "64", "decode.num_pages": "64", **PATIENT},
+        settings={
+            "prefill.chunk_size": "32", "prefill.num_pages": "64", "decode.num_pages": "64",
+            "prefill.tp": "2", "decode.tp": "2", **PATIENT,
+        },
     )  # fmt: skip
     async with mesh_up(options) as mesh, mesh.client() as client:
         tokens: list[int] = []
@@ -48,5 +51,6 @@ async def test_disaggregated_stream_equals_transformers(tmp_path: Path) -> None:
     assert tokens == expected
     assert finished is not None
     assert finished.served.prefill_worker == "prefill-0"
-    # 92 tokens in 6 pages of 16: three layers, 40 fp32 elements a token.
-    assert finished.served.transfer_bytes == 6 * 16 * 40 * 4 * 3
+    # Whole pages of 16 tokens, three layers, 40 fp32 elements a token; each rank of decode holds all of it.
+    pages = -(-(len(PROMPT) - 1) // 16)
+    assert finished.served.transfer_bytes == 2 * pages * 16 * 40 * 4 * 3

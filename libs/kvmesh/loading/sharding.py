@@ -24,9 +24,12 @@ def _obstacle(config: ModelConfig, tp: int) -> str:
     kv_heads = config.num_kv_heads
     if config.mla is None and kv_heads % tp and tp % kv_heads:
         return f"it neither divides the {kv_heads} kv heads nor is a multiple of them"
-    divided = {"heads": config.num_heads, "intermediate columns": config.intermediate_size}
-    if config.moe is not None:
-        divided["columns of an expert"] = config.moe.intermediate_size
+    divided = {"heads": config.num_heads}
+    moe = config.moe
+    if moe is None or moe.first_layer > 0:
+        divided["intermediate columns"] = config.intermediate_size
+    if moe is not None and moe.first_layer < config.num_layers:
+        divided["columns of an expert"] = moe.intermediate_size
     for what, count in divided.items():
         if count % tp:
             return f"it does not divide the {count} {what}"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvmesh.errors import Internal, InvalidArgument
-from kvmesh.kv.layout import MAX_TP, KvGroup
+from kvmesh.errors import Internal
+from kvmesh.kv.layout import KvGroup
 from kvmesh.layers.linear import Linear, dense
 from kvmesh.layers.mla import LatentUp, append_latent, latent_attention
 from kvmesh.layers.moe import GatedMlp, Moe, Router
@@ -23,6 +23,7 @@ from kvmesh.layers.paged import PagedKv, StepPlan
 from kvmesh.layers.parallel import SINGLE, Embedding, Head, TensorParallel, part, row_parallel, scaled, vocab_part
 from kvmesh.layers.rotary import RotaryTable, apply_rotary, unpair
 from kvmesh.loading.config import MlaConfig, ModelConfig, MoeConfig
+from kvmesh.loading.sharding import check_parallel
 from kvmesh.loading.weights import WeightReader
 
 # Of the norms inside attention: the architecture fixes it, whatever the config's rms_norm_eps.
@@ -32,22 +33,6 @@ _LATENT_EPS = 1e-6
 def latent_group(config: ModelConfig, mla: MlaConfig) -> KvGroup:
     """The latent of every position, in every layer, whole on each rank."""
     return KvGroup("mla", "mla", tuple(range(config.num_layers)), 1, mla.latent_dim)
-
-
-def check_parallel(config: ModelConfig, size: int) -> None:
-    """Raises InvalidArgument, saying which sizes go, unless heads and MLP columns divide among `size` ranks."""
-    divided = {"heads": config.num_heads}
-    if config.moe is None or config.moe.first_layer > 0:
-        divided["intermediate columns"] = config.intermediate_size
-    if config.moe is not None:
-        divided["columns of an expert"] = config.moe.intermediate_size
-    if any(count % size for count in divided.values()):
-        ranks = range(1, min(config.num_heads, MAX_TP) + 1)
-        valid = ", ".join(str(tp) for tp in ranks if not any(count % tp for count in divided.values()))
-        what = " and ".join(f"{count} {name}" for name, count in divided.items())
-        raise InvalidArgument(
-            f"tp {size} does not fit this model: it must divide {what}; set tp to {valid}", details={"field": "tp"}
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,8 +81,9 @@ def test_ranks_divide_what_is_divided(world: World) -> None:
     [
         ({"num_attention_heads": 2, "num_key_value_heads": 2}, 4, "2 heads"),
         ({"moe_intermediate_size": 33}, 2, "33 columns of an expert"),
+        ({"moe_intermediate_size": 34}, 4, "set tp to one of 1, 2$"),
         ({"intermediate_size": 97}, 2, "97 intermediate columns"),
-        ({}, 3, "set tp to 1, 2, 4"),
+        ({}, 3, "set tp to one of 1, 2, 4$"),
     ],
 )
 def test_a_number_of_ranks_that_does_not_divide_is_refused(
