@@ -207,7 +207,8 @@ async def test_close_flushes_what_is_pending() -> None:
         await asyncio.sleep(0)
         frames.append(frame)
 
-    hub = FramesHub(incarnation=1, limits=LIMITS, load=pb.WorkerLoad, on_end=lambda s, why: None)
+    limits = FrameLimits(heartbeat_s=0.05, write_timeout_s=60, max_frame_bytes=LIMITS.max_frame_bytes)
+    hub = FramesHub(incarnation=1, limits=limits, load=pb.WorkerLoad, on_end=lambda s, why: None)
     task = asyncio.create_task(hub.serve("g", write))
     await until(lambda: len(hub) == 1)
     for i in range(500):
