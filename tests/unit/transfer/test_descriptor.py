@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +19,15 @@ from kvmesh.transfer.descriptor import (
     DescriptorLimits,
     build_descriptor,
     check_descriptor,
+    check_layouts_match,
     groups_from_proto,
     groups_to_proto,
     layout_from_proto,
     layout_to_proto,
     slot_bytes,
+    source_pages,
 )
+from kvmesh.transfer.tail import TailBuffer, rows_from_proto, tail_bytes, tails_from_proto
 
 LAYOUT = KvLayout(
     version=1,
@@ -34,6 +38,8 @@ LAYOUT = KvLayout(
     tp=2,
 )
 GROUPS = {"a": [1, 2, 9], "b": [4, 5, 6]}
+TAIL = TailBuffer("hidden", 48, 8)
+ROWS = {"hidden": 5}
 
 
 def good() -> pb.Descriptor:
@@ -46,12 +52,14 @@ def good() -> pb.Descriptor:
             pb.RegionInfo(group=group.name, rank=rank, nbytes=LAYOUT.region_bytes(group), key=3)
             for group in LAYOUT.groups
             for rank in range(2)
-        ],
+        ]
+        + [pb.RegionInfo(group="hidden", rank=rank, nbytes=TAIL.nbytes, key=4) for rank in range(2)],
         layout=LAYOUT,
-        tails=(),
+        tails=(TAIL,),
     )
-    slot: Any = SimpleNamespace(slot=1, generation=2, expected_bytes=slot_bytes(LAYOUT, GROUPS), request_id="r")
-    return build_descriptor(sidecar, slot, groups=GROUPS, first_block=1, num_tokens=60, traceparent="t")
+    expected = slot_bytes(LAYOUT, GROUPS) + tail_bytes(LAYOUT, [TAIL], ROWS)
+    slot: Any = SimpleNamespace(slot=1, generation=2, expected_bytes=expected, request_id="r")
+    return build_descriptor(sidecar, slot, groups=GROUPS, first_block=1, num_tokens=60, traceparent="t", tails=ROWS)
 
 
 def test_round_trip() -> None:
@@ -60,7 +68,9 @@ def test_round_trip() -> None:
     assert layout_from_proto(descriptor.layout) == LAYOUT
     assert groups_from_proto(descriptor.groups, LAYOUT, 100) == GROUPS
     per_page = sum(LAYOUT.page_bytes(group) * group.num_layers for group in LAYOUT.groups)
-    assert descriptor.expected_bytes == 3 * per_page * 2
+    assert descriptor.expected_bytes == 3 * per_page * 2 + 48 * 2
+    assert tails_from_proto(descriptor.layout, LAYOUT) == (TAIL,)
+    assert rows_from_proto(descriptor.tails, [TAIL]) == ROWS
 
 
 CHANGES: dict[str, Any] = {
@@ -89,6 +99,17 @@ CHANGES: dict[str, Any] = {
     "layout page_size": lambda d: setattr(d.layout, "page_size", 0),
     "layout version": lambda d: setattr(d.layout, "version", 9),
     "layout heads": lambda d: setattr(d.layout.groups[0], "kv_heads", 4),
+    "tail row": lambda d: setattr(d.tails[0], "row", 8),
+    "tail name": lambda d: setattr(d.tails[0], "name", "a"),
+    "tail twice": lambda d: d.tails.append(d.tails[0]),
+    "tail missing": lambda d: d.tails.pop(),
+    "tail buffer like a group": lambda d: setattr(d.layout.tails[0], "name", "a"),
+    "tail buffer twice": lambda d: d.layout.tails.append(d.layout.tails[0]),
+    "tail buffer empty": lambda d: setattr(d.layout.tails[0], "rows", 0),
+    "tail buffer huge": lambda d: setattr(d.layout.tails[0], "row_bytes", 1 << 40),
+    "tail region missing": lambda d: setattr(d.regions[-1], "group", "other"),
+    "tail region small": lambda d: setattr(d.regions[-1], "nbytes", 5),
+    "all lists short": lambda d: [group.pages.pop() for group in d.groups],
     "layout layers": lambda d: d.layout.groups[0].layers.append(0),
 }
 
@@ -116,6 +137,45 @@ def test_flipped_bits_never_do_harm(at: int, bit: int) -> None:
     raw[at % len(raw)] ^= 1 << bit
     with contextlib.suppress(InvalidArgument, DecodeError):
         check_descriptor(pb.Descriptor.FromString(bytes(raw)))
+
+
+def test_a_group_of_which_some_pages_are_kept_has_a_shorter_list() -> None:
+    descriptor = good()
+    descriptor.groups[1].pages.pop()
+    descriptor.expected_bytes -= 2 * LAYOUT.page_bytes("b")
+    check_descriptor(descriptor)
+
+
+def test_bytes_of_a_slot_depend_on_the_page_size_of_the_writer_alone() -> None:
+    whole = slot_bytes(LAYOUT, GROUPS)
+    for tp in (1, 2):
+        assert slot_bytes(LAYOUT, GROUPS, replace(LAYOUT, tp=tp, num_pages=7), 44) == whole
+        exact = slot_bytes(LAYOUT, GROUPS, replace(LAYOUT, tp=tp, page_size=64), 44)
+        assert exact * 48 == whole * 44
+    assert slot_bytes(LAYOUT, GROUPS, replace(LAYOUT, page_size=64)) == whole
+
+
+@pytest.mark.parametrize(
+    ("page_size", "blocks"), [(16, (1, 3)), (8, (2, 6)), (64, (0, 1)), (12, (1, 4)), (5, (3, 9)), (32, (0, 2))]
+)
+def test_pages_of_the_source(page_size: int, blocks: tuple[int, int]) -> None:
+    """Tokens 16 to 59."""
+    assert source_pages(replace(LAYOUT, page_size=page_size), good()) == blocks
+
+
+def test_which_layouts_can_be_exchanged() -> None:
+    for other in (replace(LAYOUT, tp=1), replace(LAYOUT, page_size=64, num_pages=3)):
+        check_layouts_match(LAYOUT, other)
+        assert other.kv_fingerprint() == LAYOUT.kv_fingerprint()
+    a, b = LAYOUT.groups
+    for other in (
+        replace(LAYOUT, dtype="fp16"),
+        replace(LAYOUT, groups=(a,)),
+        replace(LAYOUT, groups=(a, replace(b, head_dim=4))),
+    ):
+        with pytest.raises(InvalidArgument, match="kv layouts do not match"):
+            check_layouts_match(LAYOUT, other)
+        assert other.kv_fingerprint() != LAYOUT.kv_fingerprint()
 
 
 def test_layout_of_a_peer_is_checked() -> None:

@@ -90,6 +90,18 @@ def test_bind_is_checked() -> None:
         table.bind(slot.slot, slot.generation, 5, "peer", now=0)
 
 
+def test_a_writer_whose_pages_make_other_bytes_of_the_same_tokens() -> None:
+    """What is expected is fixed by the bind, and from then on as firmly as by the opening."""
+    table = SlotTable(1)
+    slot = table.open(100, now=0, ttl_s=5)
+    with pytest.raises(InvalidArgument, match="expects 90 bytes, the writer has 100"):
+        table.bind(slot.slot, slot.generation, 100, "peer", now=0, expected=90)
+    assert slot.expected == 100
+    assert table.bind(slot.slot, slot.generation, 90, "peer", now=0, expected=90) is slot
+    assert not table.arrived("peer", slot.immediate, 89, now=0)
+    assert kinds(table.arrived("peer", slot.immediate, 1, now=0)) == [Completed]
+
+
 def test_bytes_of_another_peer_are_not_believed() -> None:
     table = SlotTable(2)
     slot = table.open(5, now=0, ttl_s=5)

@@ -204,13 +204,12 @@ class EngineServer:
             why = visitor.closed.result()
         finally:
             self._sidecar.engine_ending(session)
-            # At once, so that everybody knows; they may be at the door again before all is torn down.
-            visitor.leave(why)
-            for seat in seats:
-                if not seat.closed.done():
-                    seat.leave("the engine's life is over")
+            if visitor.closed.done():
+                # At once, so that every rank knows; they may be at the door again before all is torn down.
+                _send_off(seats)
             await session.end(why)
             self._sidecar.engine_gone(session)
+            _send_off(seats)
 
     async def _rank(self, visitor: Visitor, message: pb.EngineMessage, fds: list[int]) -> None:
         """A rank that is not the leader. Raises KvmeshError where it is not let in."""
@@ -422,6 +421,13 @@ def _unseat(seats: Sequence[Seat], error: BaseException) -> None:
     for seat in seats:
         seat.let_go()
         seat.refuse(error if isinstance(error, KvmeshError) else Unavailable("the engine could not be registered"))
+
+
+def _send_off(seats: Sequence[Seat]) -> None:
+    """Close the connections of an engine's ranks."""
+    for seat in seats:
+        if not seat.closed.done():
+            seat.leave("the engine's life is over")
 
 
 def _end_of_rank(leader: Visitor, rank: int, closed: asyncio.Future[str]) -> None:
