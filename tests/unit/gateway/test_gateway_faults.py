@@ -388,7 +388,7 @@ async def test_limit_while_waiting_for_room_is_overload(world: World) -> None:
     worker = await world.worker()
     worker.fill()
     await world.start(static=True)
-    call = world.chat(limits=pb.Limits(ttft_ms=150))
+    call = world.chat(limits=pb.Limits(ttft_ms=1000))
     error = await end_of(call)
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert from_rpc_error(error).retry_after is not None
@@ -404,7 +404,7 @@ async def test_limit_during_submit(world: World) -> None:
 
     worker.on_submit = stuck
     await world.start(static=True)
-    assert (await end_of(world.chat(limits=pb.Limits(ttft_ms=150)))).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (await end_of(world.chat(limits=pb.Limits(ttft_ms=1000)))).code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await worker.aborts.wait()
     never.set()
     await world.until(world.idle)
@@ -421,7 +421,7 @@ async def test_limit_during_route(world: World) -> None:
 
     router.decide = stuck
     await world.start(route_timeout_ms=5000)
-    assert (await end_of(world.chat(limits=pb.Limits(ttft_ms=150)))).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (await end_of(world.chat(limits=pb.Limits(ttft_ms=1000)))).code() is grpc.StatusCode.DEADLINE_EXCEEDED
     never.set()
     await world.until(world.idle)
 
