@@ -51,6 +51,11 @@ _BY_REASON: dict[str, type[KvmeshError]] = {
 }
 
 
+def _start_key(descriptor: pb.Descriptor) -> tuple[str, int, int, int]:
+    """What a transfer writes to: there is one at a time."""
+    return descriptor.engine_id, descriptor.incarnation, descriptor.slot, descriptor.generation
+
+
 def refusal(refused: pb.Refused) -> KvmeshError:
     """What the sidecar refused, as the error that it is."""
     return _BY_REASON.get(refused.reason, Unavailable)(refused.message)
@@ -123,6 +128,8 @@ class SidecarClient:
         self._calls: dict[int, asyncio.Future[pb.SidecarMessage]] = {}
         # Those after which the sidecar may read our pages.
         self._page_calls: dict[int, asyncio.Future[pb.SidecarMessage]] = {}
+        # Starts that have no answer yet.
+        self._starts: dict[tuple[str, int, int, int], int] = {}
         self._answers: dict[int, Callable[[pb.SidecarMessage], None]] = {}
         self._call_ids = itertools.count(1)
         self._slots: dict[tuple[int, int], SlotHandle] = {}
@@ -310,7 +317,8 @@ class SidecarClient:
         first `ready_pages` leave at once, all layers; the others with step records or `send_pages`. kept: of these
         groups only these positions in `pages` are sent, with the last claim. tails: a row of each tail buffer that the
         descriptor names; they leave with `send_tail`. Raises KvmeshError when refused; nothing of
-        the pages is in use then. Cancelled, it cancels the transfer.
+        the pages is in use then. Cancelled, it cancels the transfer, but may leave its pages in use: who wants to know
+        when they are not calls `give_up_start` instead, and waits.
 
         No time limit: a sidecar that does not answer may have begun to read the pages. Where it is lost before its
         answer, this raises once it has exited or taken this engine in anew, as `TransferHandle.done` does."""
@@ -322,6 +330,7 @@ class SidecarClient:
             tails=rows_to_proto(tails or {}),
         )
         made: list[TransferHandle] = []
+        key = _start_key(descriptor)
 
         def on_answer(message: pb.SidecarMessage) -> None:
             if message.WhichOneof("body") == "transfer_accepted":
@@ -337,14 +346,27 @@ class SidecarClient:
                 on_answer=on_answer,
                 undo=self._undo_transfer,
                 uses_pages=True,
+                on_sent=lambda call_id: self._starts.__setitem__(key, call_id),
             )
         except asyncio.CancelledError:
             if made:
                 await self.cancel_transfer(made[0], "the caller was cancelled")
+            else:
+                self.give_up_start(descriptor, "the caller was cancelled")
             raise
+        finally:
+            self._starts.pop(key, None)
         if not made:
             raise DataLoss("the sidecar answered start_transfer with something else")
         return made[0]
+
+    def give_up_start(self, descriptor: pb.Descriptor, reason: str) -> None:
+        """Ask for a soon answer to a `start_transfer` of this descriptor, which is not wanted any more: it then raises
+        Cancelled (its pages are not in use), or returns a transfer that is being cancelled, `done` of which tells when
+        they are not. Nothing where there is none, or where it has its answer."""
+        call_id = self._starts.get(_start_key(descriptor))
+        if call_id is not None:
+            self._send(pb.EngineMessage(cancel_start=pb.CancelStart(call_id=call_id, reason=reason)))
 
     def send_pages(self, handle: TransferHandle, first: int, count: int) -> None:
         """Pages [first, first + count) of the transfer's list are complete in all layers: send them."""
@@ -429,9 +451,10 @@ class SidecarClient:
         undo: Callable[[pb.SidecarMessage], None] | None = None,
         uses_pages: bool = False,
         limit_s: float = 0.0,
+        on_sent: Callable[[int], None] | None = None,
     ) -> pb.SidecarMessage:
         """One request and its answer. `undo` gets an answer that comes when nobody waits any more. uses_pages: it does
-        not fail while the sidecar may still act on it. limit_s: instead of CALL_TIMEOUT_S."""
+        not fail while the sidecar may still act on it. limit_s: instead of CALL_TIMEOUT_S. on_sent gets the call_id."""
         if self._closed:
             raise Unavailable("the sidecar is lost")
         limit_s = limit_s or CALL_TIMEOUT_S
@@ -453,6 +476,8 @@ class SidecarClient:
         calls[call_id] = future
         try:
             self._send(message, fds)
+            if on_sent is not None:
+                on_sent(call_id)
             async with asyncio.timeout(None if uses_pages else limit_s):
                 answer = await future
         except TimeoutError:
@@ -508,7 +533,9 @@ class SidecarClient:
         elif kind == "transfer_failed":
             transfer = self._transfers.pop(message.transfer_failed.transfer_id, None)
             if transfer is not None:
-                self._when_drained(partial(_reject, transfer.done, message.transfer_failed.reason), transfer.transfer_id)
+                self._when_drained(
+                    partial(_reject, transfer.done, message.transfer_failed.reason), transfer.transfer_id
+                )
         elif kind == "writer_joined":
             self._writer_joined(message.writer_joined.link_id)
         elif kind == "writer_gone":

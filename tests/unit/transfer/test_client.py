@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.errors import DeadlineExceeded, KvmeshError, Unavailable
+from kvmesh.errors import Cancelled, DeadlineExceeded, KvmeshError, Unavailable
 from kvmesh.kv.fds import close_fds
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
@@ -145,9 +145,35 @@ async def test_a_cancelled_start_cancels_what_is_accepted_later(rig: Rig) -> Non
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
+    assert (await rig.asked()).cancel_start.call_id == asked.call_id
     accepted = pb.TransferAccepted(transfer_id=7, transport="shm")
     rig.sidecar.frames[-1].send(pb.SidecarMessage(call_id=asked.call_id, transfer_accepted=accepted))
     assert (await rig.asked()).cancel_transfer.transfer_id == 7
+
+
+async def test_a_start_that_is_given_up_waits_for_its_answer(rig: Rig) -> None:
+    client = await rig.connect()
+    descriptors = [pb.Descriptor(engine_id="d", slot=slot, generation=3) for slot in range(3)]
+    starts = [asyncio.ensure_future(client.start_transfer(item, {"full": [1]}, ready_pages=1)) for item in descriptors]
+    asked = [await rig.asked() for _ in starts]
+    client.give_up_start(descriptors[1], "not wanted")
+    cancel = (await rig.asked()).cancel_start
+    assert (cancel.call_id, cancel.reason) == (asked[1].call_id, "not wanted")
+    await turns()
+    assert not any(start.done() for start in starts)
+    refused = pb.Refused(reason="CANCELLED", message="not wanted")
+    rig.sidecar.frames[-1].send(pb.SidecarMessage(call_id=asked[1].call_id, refused=refused))
+    with pytest.raises(Cancelled, match="not wanted"):
+        async with asyncio.timeout(60):
+            await starts[1]
+    # Answered, or never there: nothing is sent.
+    client.give_up_start(descriptors[1], "again")
+    client.give_up_start(pb.Descriptor(engine_id="other"), "again")
+    client.give_up_start(descriptors[2], "this one")
+    assert (await rig.asked()).cancel_start.call_id == asked[2].call_id
+    for start in starts:
+        start.cancel()
+    await asyncio.gather(*starts, return_exceptions=True)
 
 
 async def test_the_link_tries_again_after_an_error_of_the_system(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,6 +301,8 @@ async def test_a_transfer_whose_start_was_cancelled_is_cancelled_when_it_comes()
         call.cancel()
         await until(lambda: m.prefill.worker.ctx.cleanups)
         await m.prefill.core_has_looked()
+        # Its sidecar is asked to answer soon.
+        await until(lambda: len(m.prefill.sidecar.given_up) == 1)
         # Its pages must not go to anyone else before it is known whether they are being read.
         assert m.prefill.core.pool.counts().free == m.prefill.core.pool.total - 7
         m.prefill.sidecar.start_gate.set()

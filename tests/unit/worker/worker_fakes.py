@@ -112,6 +112,7 @@ class FakeSidecar:
     transfers: dict[int, FakeTransfer] = field(default_factory=dict)
     waiting: list[Callable[[], None]] = field(default_factory=list)
     traceparents: list[str] = field(default_factory=list)
+    given_up: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.layout = self.memory.layout
@@ -209,6 +210,10 @@ class FakeSidecar:
         if self._reader is None:
             self._reader = asyncio.create_task(self._read_ring())
         return handle
+
+    def give_up_start(self, descriptor: pb.Descriptor, reason: str) -> None:
+        """Heard; the answer comes when the gate opens."""
+        self.given_up.append((descriptor.slot, descriptor.generation))
 
     async def cancel_transfer(self, handle: TransferHandle, reason: str) -> None:
         self.transfers[handle.transfer_id].ask_stop(reason)

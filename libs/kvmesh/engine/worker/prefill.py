@@ -187,6 +187,7 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
         layout = ctx.identity.layout
         first, count = source_pages(layout, descriptor)
         pages = admitted.pages[first : first + count]
+        outcome.descriptor = descriptor
         outcome.starting = asyncio.ensure_future(
             client.start_transfer(
                 descriptor,
@@ -222,6 +223,9 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
             if not outcome.sent:
                 ctx.core.abort(run.key, error=Cancelled("prefill was given up"))
             if outcome.starting is not None:
+                if not outcome.starting.done() and outcome.client is not None and outcome.descriptor is not None:
+                    # Towards a destination that is dead its answer would take as long as the sidecar tries.
+                    outcome.client.give_up_start(outcome.descriptor, "prefill was given up")
                 handle: TransferHandle | None = None
                 with contextlib.suppress(KvmeshError):
                     handle = await outcome.starting
@@ -246,6 +250,7 @@ class _Outcome:
     """How far a Run came, for `_finish`."""
 
     client: SidecarClient | None = None
+    descriptor: kvtransfer_pb2.Descriptor | None = None
     starting: asyncio.Future[TransferHandle] | None = None
     sent: bool = False
 

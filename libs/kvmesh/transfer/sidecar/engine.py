@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from opentelemetry.trace import Span
 
-from kvmesh.errors import DataLoss, Internal, InvalidArgument, KvmeshError, Unavailable
+from kvmesh.errors import Cancelled, DataLoss, Internal, InvalidArgument, KvmeshError, Unavailable
 from kvmesh.kv.layout import KvLayout
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import BackgroundTasks
@@ -61,6 +61,20 @@ class SlotContext:
     span: Span
 
 
+@dataclass(slots=True, eq=False)
+class _Start:
+    """A StartTransfer that has no answer yet. given_up: why the engine does not want it any more."""
+
+    task: asyncio.Task[None] | None = None
+    send: Send | None = None
+    given_up: str = ""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the mover may have begun to read its pages."""
+        return self.send is not None and isinstance(self.send.context, OutTransfer) and self.send.context.running
+
+
 class SessionHost(Host, Protocol):
     """The sidecar, as a session sees it."""
 
@@ -84,6 +98,7 @@ class EngineSession:
         self._tasks = BackgroundTasks()
         self._expiry: asyncio.TimerHandle | None = None
         self._starting = 0
+        self._starts: dict[int, _Start] = {}
         # High bits differ between sidecars: a ring may still hold records for a predecessor's transfers.
         self._next_transfer = secrets.randbits(31) << 32
         if memory.poster is not None:
@@ -105,8 +120,9 @@ class EngineSession:
                 if self._starting >= MAX_STARTING:
                     raise Unavailable(f"{MAX_STARTING} transfers are being started already")
                 self._starting += 1
-                self._tasks.spawn(
-                    self._start_transfer(message.call_id, message.start_transfer), name="start", essential=False
+                start = self._starts[message.call_id] = _Start()
+                start.task = self._tasks.spawn(
+                    self._start_transfer(message.call_id, message.start_transfer, start), name="start", essential=False
                 )
             elif kind == "send_pages":
                 pages = message.send_pages
@@ -116,6 +132,8 @@ class EngineSession:
             elif kind == "cancel_transfer":
                 cancel = message.cancel_transfer
                 self.sidecar.mover.stop_send(cancel.transfer_id, cancel.reason[:500] or "cancelled")
+            elif kind == "cancel_start":
+                self._cancel_start(message.cancel_start)
             elif kind == "ring":
                 self.sidecar.mover.wake()
             elif kind in ("peer_mapped", "post_ended", "peer_released") and self.memory.poster is not None:
@@ -174,9 +192,18 @@ class EngineSession:
         )
         self._schedule_expiry()
 
-    async def _start_transfer(self, call_id: int, request: pb.StartTransfer) -> None:
+    def _cancel_start(self, cancel: pb.CancelStart) -> None:
+        start = self._starts.get(cancel.call_id)
+        if start is None or start.given_up:
+            return
+        start.given_up = cancel.reason[:500] or "given up by the engine"
+        # From there on the mover must say when it has stopped reading.
+        if not start.begun and start.task is not None:
+            start.task.cancel()
+
+    async def _start_transfer(self, call_id: int, request: pb.StartTransfer, start: _Start) -> None:
         try:
-            transfer = await self._started(request)
+            transfer = await self._started(request, start)
             self.tell(
                 pb.SidecarMessage(
                     call_id=call_id,
@@ -188,16 +215,25 @@ class EngineSession:
             transfer.accepted = True
             if transfer.ended is not None:
                 self._tell_end(transfer, transfer.ended)
+            elif start.given_up:
+                self.sidecar.mover.stop_send(transfer.transfer_id, start.given_up)
         except KvmeshError as error:
             self._refuse(call_id, error)
+        except asyncio.CancelledError:
+            if self.ending or not start.given_up:
+                raise
+            # Nothing of its pages is in use: it was not with the mover yet.
+            self._refuse(call_id, Cancelled(start.given_up))
         except Exception as error:
             # The engine keeps its pages until it has an answer.
             log.exception("a transfer could not be started")
             self._refuse(call_id, Internal(f"{type(error).__name__}: {error}"))
         finally:
             self._starting -= 1
+            if self._starts.get(call_id) is start:
+                del self._starts[call_id]
 
-    async def _started(self, request: pb.StartTransfer) -> OutTransfer:
+    async def _started(self, request: pb.StartTransfer, start: _Start) -> OutTransfer:
         descriptor = request.descriptor
         if self.sidecar.draining or self.ending:
             raise Unavailable("this sidecar is shutting down")
@@ -239,6 +275,7 @@ class EngineSession:
             kept=kept,
             tails=tails,
         )
+        start.send = send
         return await self.sidecar.outgoing.start(self, request, send, link)
 
     def _tail_copies(self, request: pb.StartTransfer) -> dict[str, TailCopy]:
