@@ -115,7 +115,8 @@ async def test_layer_by_layer_failure_and_again(pair: tuple[Here, Here], network
     network.fail_status, network.fail_after = failure, 5
     slot = await target.open(DST)
     transfer = await soon(source.client.start_transfer(target.describe(slot, DST), {"main": SRC}, ready_pages=6))
-    with pytest.raises(TransferFailed, match=f"status {failure}"):
+    # It may be one of the writer's, or the one that gives credit back.
+    with pytest.raises(TransferFailed, match=f"status {failure}|the destination is gone"):
         await soon(transfer.done)
     with pytest.raises(TransferFailed):
         await soon(slot.completed)

@@ -177,7 +177,7 @@ def test_completions_have_their_fields(driver: Driver, code: ctypes.CDLL) -> Non
 def test_a_run_is_posted_as_pyverbs_would(driver: Driver, code: ctypes.CDLL) -> None:
     pair = NativePair(code, driver.pair)
     top = (1 << 64) - 64
-    rows = [(top, 11, 0x2000, 12, 64), (0x3000, 13, 0x4000, 0xFFFF_FFFF, (1 << 31) + 1)]
+    rows = [*(top, 11, 0x2000, 12, 64), *(0x3000, 13, 0x4000, 0xFFFF_FFFF, (1 << 31) + 1)]
     assert pair.post_run(rows, 5, 6, 2, 0x5000, 14, 0x6000, 15, 0x0102_0304) == 0
     assert driver.said == [
         ("start",),
@@ -195,7 +195,7 @@ def test_a_run_is_posted_as_pyverbs_would(driver: Driver, code: ctypes.CDLL) -> 
 
 def test_writes_are_posted_as_pyverbs_would(driver: Driver, code: ctypes.CDLL) -> None:
     pair = NativePair(code, driver.pair)
-    parts = [(4, 0x0102_0304, [(0x1000, 11, 0x2000, 12, 64)]), (8, 5, [(0x3000, 13, 0x4000, 14, 1 << 30)] * 2)]
+    parts = [(4, 0x0102_0304, [0x1000, 11, 0x2000, 12, 64]), (8, 5, [0x3000, 13, 0x4000, 14, 1 << 30] * 2)]
     assert pair.post_writes(driver.handle, 0xFFFF, 0x7FFF_FFFF, 2, parts) == 0
     address = ("address", driver.handle, 0xFFFF, 0x7FFF_FFFF)
     second = [("imm", (8, 2), 14, 0x4000, socket.htonl(5)), address, ("sge", 13, 0x3000, 1 << 30)]

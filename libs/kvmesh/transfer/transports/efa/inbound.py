@@ -148,8 +148,8 @@ class EfaInbound(RdmaInbound):
             assert self._scratch is not None
             qpn, qkey, words = self._reply
             self._sequence += 1
-            row = (self._scratch.source, self._scratch.lkey, words.address, words.rkey, WORD_BYTES)
-            self.pair.post_writes(self._peer, qpn, qkey, [(self._sequence << KIND_BITS | KIND_WORD, word, (row,))])
+            row = [self._scratch.source, self._scratch.lkey, words.address, words.rkey, WORD_BYTES]
+            self.pair.post_writes(self._peer, qpn, qkey, [(self._sequence << KIND_BITS | KIND_WORD, word, row)])
             self._credits.telling()
 
     def _free(self) -> None:

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from kvmesh.errors import DataLoss, KvmeshError, Unavailable
 from kvmesh.transfer.transports.efa.device import EfaDevice, Peer
-from kvmesh.transfer.transports.efa.qp import KIND_BITS, KIND_MASK, KIND_RECEIVE, KIND_WRITE, Part, Row, SrdPair
+from kvmesh.transfer.transports.efa.qp import KIND_BITS, KIND_MASK, KIND_RECEIVE, KIND_WRITE, Part, SrdPair
 from kvmesh.transfer.transports.efa.scratch import Scratch
 from kvmesh.transfer.transports.efa.window import SendWindow
 from kvmesh.transfer.transports.verbs.cq import CompletionQueue
 from kvmesh.transfer.transports.verbs.device import Memory
+from kvmesh.transfer.transports.verbs.rows import ROW, Rows
 from kvmesh.transfer.transports.verbs.writer import POLL_BATCH, Pending, RdmaOutbound, refuse_row
 
 log = logging.getLogger(__name__)
@@ -80,37 +81,38 @@ class EfaOutbound(RdmaOutbound):
                 pending = self._queue[0]
                 rows, moved = self._rows(pending, room - count, budget)
                 budget -= moved
-                count += len(rows)
+                added = len(rows) // ROW
+                count += added
                 if not pending.ticket:
                     self._ticket += 1
                     pending.ticket = self._ticket
                     self._flying[pending.ticket] = pending
-                pending.parts += len(rows)
+                pending.parts += added
                 parts.append((pending.ticket << KIND_BITS | KIND_WRITE, pending.write.immediate, rows))
                 if pending.posted:
                     self._queue.popleft()
             self.window.take(count)
             self.pair.post_writes(self._peer, self._target.qpn, self._target.qkey, parts)
 
-    def _rows(self, pending: Pending, limit: int, budget: int) -> tuple[list[Row], int]:
+    def _rows(self, pending: Pending, limit: int, budget: int) -> tuple[Rows, int]:
         """The next rows of a write, cut at the device's largest; checked against both registrations. Raises
         InvalidArgument."""
         write, largest = pending.write, self._max_write
         source, target = self._sources[write.src_region], self._regions[write.dst_region]
         src_base, lkey, dst_base, rkey = source.address, source.lkey, target.address, target.rkey
         src_end, dst_end = source.nbytes, target.nbytes
-        rows: list[Row] = []
+        rows: Rows = []
         moved = 0
         row, done = pending.next_row, pending.row_done
         last = len(write.length)
-        while row < last and len(rows) < limit and moved < budget:
+        while row < last and len(rows) < limit * ROW and moved < budget:
             src, dst, length = write.src[row], write.dst[row], write.length[row]
             if src < 0 or dst < 0 or length < 1 or src + length > src_end or dst + length > dst_end:
                 raise refuse_row(src, dst, length)
             size = length - done
             if size > largest:
                 size = largest
-            rows.append((src_base + src + done, lkey, dst_base + dst + done, rkey, size))
+            rows += (src_base + src + done, lkey, dst_base + dst + done, rkey, size)
             moved += size
             done += size
             if done == length:
@@ -124,37 +126,47 @@ class EfaOutbound(RdmaOutbound):
     def _collect(self) -> None:
         while True:
             found = self._cq.take(POLL_BATCH)
-            for wc in found:
-                self._completed(wc)
+            self._take(found)
             if self._fault:
                 raise Unavailable(self._fault)
             if len(found) < POLL_BATCH:
                 return
 
-    def _completed(self, wc: Any) -> None:
-        number: int = wc.wr_id
-        status = int(wc.status)
-        kind = number & KIND_MASK
-        if kind == KIND_WRITE:
-            pending = self._flying.get(number >> KIND_BITS)
-            if pending is None:
-                raise DataLoss(f"a write completed that is not in flight ({number >> KIND_BITS})")
-            self.window.completed()
-            pending.parts -= 1
-            if status:
-                # The first is the cause; what is flushed after it has another status.
-                self._fault = self._fault or f"a write completed with status {status}"
-                pending.error = pending.error or self._fault
-            if not pending.parts:
-                self._settle(pending)
-                if pending.ended:
-                    del self._flying[pending.ticket]
-        elif status:
-            self._fault = self._fault or f"a receive completed with status {status}"
-        elif kind == KIND_RECEIVE:
-            self._word(wc)
-        else:
-            raise DataLoss(f"a completion of kind {kind}, which is never asked for")
+    def _take(self, found: Sequence[Any]) -> None:
+        """Completions. There is one per page, in no order: those of a write are counted, and then looked at once."""
+        done: dict[int, int] = {}
+        for wc in found:
+            number = wc.wr_id
+            if number & KIND_MASK == KIND_WRITE:
+                done[number] = done.get(number, 0) + 1
+                if wc.status:
+                    self._failed(number, int(wc.status))
+            elif wc.status:
+                self._fault = self._fault or f"a receive completed with status {int(wc.status)}"
+            elif number & KIND_MASK == KIND_RECEIVE:
+                self._word(wc)
+            else:
+                raise DataLoss(f"a completion of kind {number & KIND_MASK}, which is never asked for")
+        for number, count in done.items():
+            self._done(number >> KIND_BITS, count)
+
+    def _failed(self, number: int, status: int) -> None:
+        # The first is the cause; what is flushed after it has another status.
+        self._fault = self._fault or f"a write completed with status {status}"
+        pending = self._flying.get(number >> KIND_BITS)
+        if pending is not None:
+            pending.error = pending.error or self._fault
+
+    def _done(self, ticket: int, count: int) -> None:
+        pending = self._flying.get(ticket)
+        if pending is None or pending.parts < count:
+            raise DataLoss(f"a write completed that is not in flight ({ticket})")
+        self.window.completed(count)
+        pending.parts -= count
+        if not pending.parts:
+            self._settle(pending)
+            if pending.ended:
+                del self._flying[pending.ticket]
 
     def _word(self, wc: Any) -> None:
         if not self._broken:
@@ -174,8 +186,7 @@ class EfaOutbound(RdmaOutbound):
         self.pair.fail()
         try:
             while found := self._cq.take(POLL_BATCH):
-                for wc in found:
-                    self._completed(wc)
+                self._take(found)
         except (KvmeshError, self._device.api.error) as error:
             log.debug("efa: while ending a link: %s", error)
         self.pair.close()

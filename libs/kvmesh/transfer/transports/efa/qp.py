@@ -12,6 +12,7 @@ from kvmesh.transfer.transports.efa.device import EfaDevice, Peer
 from kvmesh.transfer.transports.efa.options import EfaOptions
 from kvmesh.transfer.transports.verbs.cq import CompletionQueue
 from kvmesh.transfer.transports.verbs.native.rings import NativePair
+from kvmesh.transfer.transports.verbs.rows import Rows, each
 
 # What a work request is, in the low bits of its number; above them a writer's ticket.
 KIND_WRITE = 0
@@ -25,9 +26,7 @@ QKEY_BITS = 31
 # Receives that are posted by one call.
 CHAIN = 16
 
-Row = tuple[int, int, int, int, int]
-"""One write: source address, lkey, destination address, rkey, bytes."""
-Part = tuple[int, int, Sequence[Row]]
+Part = tuple[int, int, Rows]
 """Rows of one write of the mover: its ticket, its immediate, rows."""
 
 
@@ -129,7 +128,7 @@ class SrdPair:
             qp.wr_flags = self._signaled
             for number, immediate, rows in parts:
                 qp.wr_id = number
-                for src, lkey, dst, rkey, nbytes in rows:
+                for src, lkey, dst, rkey, nbytes in each(rows):
                     write(rkey, dst, immediate)
                     address(handle, qpn, qkey)
                     sge.addr = src

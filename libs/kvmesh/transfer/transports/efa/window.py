@@ -45,11 +45,11 @@ class SendWindow:
             raise Internal(f"{count} writes where {self.room} may be posted")
         self._started += count
 
-    def completed(self) -> None:
-        """One of them has. Raises DataLoss."""
-        if self._completed == self._started:
+    def completed(self, count: int = 1) -> None:
+        """So many of them have. Raises DataLoss."""
+        if self._completed + count > self._started:
             raise DataLoss("a write completed that was not posted")
-        self._completed += 1
+        self._completed += count
 
     def returned(self, word: int) -> None:
         """The peer says how many receives it has posted in all, modulo 2^32. A word that was overtaken says nothing

@@ -21,9 +21,9 @@ from kvmesh.transfer.transports.verbs.qp import (
     KIND_WORD,
     Done,
     QueuePair,
-    Row,
     RunQueue,
 )
+from kvmesh.transfer.transports.verbs.rows import ROW, Rows
 from kvmesh.transfer.transports.verbs.writer import POLL_BATCH, Pending, RdmaOutbound, refuse_row
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class VerbsOutbound(RdmaOutbound):
             if lane is None:
                 return
             rows, run = self._next_run(min(lane.credits.room - 1, self._options.run_rows))
-            number = lane.credits.take(len(rows) + 1)
+            number = lane.credits.take(len(rows) // ROW + 1)
             place = lane.pair.place
             base, rkey = self._target.rings[place]
             entry = self._mailbox.put(place, number, run.nbytes)
@@ -123,12 +123,12 @@ class VerbsOutbound(RdmaOutbound):
             budget -= run.nbytes
             self._turn += 1
 
-    def _next_run(self, max_rows: int) -> tuple[list[Row], _Run]:
+    def _next_run(self, max_rows: int) -> tuple[Rows, _Run]:
         """Rows of one generation from the head of the queue, of several writes where they fit."""
-        rows: list[Row] = []
+        rows: Rows = []
         run = _Run([], 0)
         immediate = self._queue[0].write.immediate
-        while self._queue and len(rows) < max_rows and run.nbytes < self._options.run_bytes:
+        while self._queue and len(rows) < max_rows * ROW and run.nbytes < self._options.run_bytes:
             pending = self._queue[0]
             if pending.write.immediate != immediate:
                 break
@@ -140,12 +140,12 @@ class VerbsOutbound(RdmaOutbound):
                 self._queue.popleft()
         return rows, run
 
-    def _take_rows(self, pending: Pending, rows: list[Row], max_rows: int, nbytes: int) -> int:
+    def _take_rows(self, pending: Pending, rows: Rows, max_rows: int, nbytes: int) -> int:
         """Checked against both registrations: what is outside of them is never posted. Raises InvalidArgument."""
         write = pending.write
         source, target = self._sources[write.src_region], self._regions[write.dst_region]
         first = pending.next_row
-        last = min(len(write.length), first + max_rows - len(rows))
+        last = min(len(write.length), first + max_rows - len(rows) // ROW)
         limit = self._options.run_bytes - nbytes
         moved = 0
         row = first
@@ -158,7 +158,7 @@ class VerbsOutbound(RdmaOutbound):
                 break
             if src < 0 or dst < 0 or length < 1 or src + length > src_end or dst + length > dst_end:
                 raise refuse_row(src, dst, length)
-            rows.append((src_base + src, lkey, dst_base + dst, rkey, length))
+            rows += (src_base + src, lkey, dst_base + dst, rkey, length)
             moved += length
             row += 1
         pending.next_row = row

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from kvmesh.errors import Unavailable
 from kvmesh.transfer.transports.verbs.cq import CompletionQueue
 from kvmesh.transfer.transports.verbs.device import LINK_ETHERNET, Device, Memory, gid_text
 from kvmesh.transfer.transports.verbs.native.rings import NativePair
+from kvmesh.transfer.transports.verbs.rows import Rows, each
 
 # What a work request is, in the low bits of its number.
 KIND_CLOSE = 0
@@ -50,10 +50,6 @@ class Remote(NamedTuple):
     mtu: int
     number: int
     psn: int
-
-
-Row = tuple[int, int, int, int, int]
-"""One plain write: source address, lkey, destination address, rkey, bytes. A plain tuple: there is one per page."""
 
 
 class RunQueue(CompletionQueue):
@@ -154,9 +150,7 @@ class QueuePair:
         for _ in range(count):
             self._qp.post_recv(self._receive)
 
-    def post_run(
-        self, run: int, rows: Iterable[Row], entry: int, mail: Memory, target: int, rkey: int, imm: int
-    ) -> None:
+    def post_run(self, run: int, rows: Rows, entry: int, mail: Memory, target: int, rkey: int, imm: int) -> None:
         """Plain writes, then the write-with-immediate of 8 bytes from `entry` to `target`; only that one is signalled
         (an error is told in any case). The batch is one call to the driver."""
         if self._native is not None:
@@ -180,7 +174,7 @@ class QueuePair:
         qp.wr_id = request_id(KIND_INNER, self.place, run)
         qp.wr_flags = 0
         key = -1
-        for src, lkey, dst, remote_key, nbytes in rows:
+        for src, lkey, dst, remote_key, nbytes in each(rows):
             write(remote_key, dst)
             sge.addr = src
             sge.length = nbytes

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import logging
 import socket
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvmesh.native import NativeUnavailable, load
 from kvmesh.transfer.transports.verbs.native.pointers import find_handle, find_pair, find_queue
+from kvmesh.transfer.transports.verbs.rows import ROW, Rows
 
 log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("rings.cpp")
@@ -22,7 +22,7 @@ _SOURCE = Path(__file__).with_name("rings.cpp")
 _FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti")
 _P, _U32, _U64, _I64, _INT = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int
 # struct ibv_wc
-_WC = struct.Struct("<QiiIIIIIIHHBB2x")
+WC = struct.Struct("<QiiIIIIIIHHBB2x")
 
 
 class Wc(NamedTuple):
@@ -82,14 +82,14 @@ class NativeQueue:
     def poll(self, limit: int) -> tuple[int, list[Wc]]:
         """As a CQ object's."""
         if limit > self._limit:
-            self._found = ctypes.create_string_buffer(limit * _WC.size)
+            self._found = ctypes.create_string_buffer(limit * WC.size)
             self._limit = limit
         count: int = self._poll(self.address, self._found, limit)
         if count <= 0:
             if count:
                 raise self._error("Failed to poll CQ", -count)
             return 0, []
-        return count, list(map(Wc._make, _WC.iter_unpack(memoryview(self._found)[: count * _WC.size])))
+        return count, list(map(Wc._make, WC.iter_unpack(memoryview(self._found)[: count * WC.size])))
 
 
 class NativePair:
@@ -114,7 +114,7 @@ class NativePair:
 
     def post_run(
         self,
-        rows: Iterable[Sequence[int]],
+        rows: Rows,
         inner: int,
         closing: int,
         flags: int,
@@ -125,22 +125,23 @@ class NativePair:
         immediate: int,
     ) -> int:
         """Plain writes and their closing one; an errno, 0 for none."""
-        flat = array("Q", itertools.chain.from_iterable(rows))
+        # From a list it is fast, from anything else it is not.
+        flat = array("Q", rows)
         at, count = flat.buffer_info()
         result: int = self._run(
-            self.address, at, count // 5, inner, closing, flags, entry, lkey, target, rkey, socket.htonl(immediate)
+            self.address, at, count // ROW, inner, closing, flags, entry, lkey, target, rkey, socket.htonl(immediate)
         )
         return abs(result)
 
     def post_writes(
-        self, handle: int, remote: int, key: int, flags: int, parts: Sequence[tuple[int, int, Sequence[Sequence[int]]]]
+        self, handle: int, remote: int, key: int, flags: int, parts: Sequence[tuple[int, int, Rows]]
     ) -> int:
         """Writes with immediate; an errno, 0 for none."""
         flat = array("Q")
         heads = array("Q")
         for number, immediate, rows in parts:
-            flat.extend(itertools.chain.from_iterable(rows))
-            heads.extend((number, socket.htonl(immediate), len(flat) // 5))
+            flat.extend(array("Q", rows))
+            heads.extend((number, socket.htonl(immediate), len(flat) // ROW))
         result: int = self._writes(
             self.address,
             handle,
