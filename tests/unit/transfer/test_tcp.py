@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import zlib
 from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 
+from kvmesh.errors import FailedPrecondition
 from kvmesh.kv.layout import KvGroup, KvLayout
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.immediate import pack
 from kvmesh.transfer.transports.base import Completion, EngineMemory, Expected, GrantedPages, Write
-from kvmesh.transfer.transports.tcp import HEAD, TcpInbound, TcpOutbound
+from kvmesh.transfer.transports.sockets.helpers import Helpers
+from kvmesh.transfer.transports.tcp import CORRUPT, FLAG_CHECKSUM, HEAD, TcpInbound, TcpOutbound, outbound
 
 LAYOUT = KvLayout(
     version=1,
@@ -31,21 +34,24 @@ IMMEDIATE = pack(1, 2)
 
 
 class Rig:
-    def __init__(self) -> None:
+    def __init__(self, streams: int = 1, *, checksums: bool = False, threads: int = 1) -> None:
         size = LAYOUT.region_bytes("main")
         self.source, self.target = Region.create("source", size), Region.create("target", size)
         self.source.view()[:] = np.random.default_rng(1).integers(1, 256, size, dtype=np.uint8)
-        ours, theirs = socket.socketpair()
-        for sock in (ours, theirs):
+        pairs = [socket.socketpair() for _ in range(streams)]
+        for sock in (sock for pair in pairs for sock in pair):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-        self.raw = ours
-        self.out = TcpOutbound([ours], [self.source])
+        self.raw = pairs[0][0]
+        self.theirs = [theirs for _, theirs in pairs]
+        self.helpers = Helpers(threads)
+        self.out = TcpOutbound([ours for ours, _ in pairs], [self.source], checksums=checksums, helpers=self.helpers)
         info = pb.RegionInfo(group="main", rank=0, nbytes=size, key=1)
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         expected = Expected(1, "peer", self.joined, lambda: None, self.ended.set_result)
         self.inbound = TcpInbound(EngineMemory("e", 1, LAYOUT, [info], [self.target]), expected)
         self.inbound.grant(IMMEDIATE, GrantedPages({0: np.asarray(GRANTED, dtype=np.int64)}))
-        self.inbound.add(theirs)
+        for theirs in self.theirs:
+            self.inbound.add(theirs)
         self.completions: list[Completion] = []
 
     async def joined(self, *_: object) -> None: ...
@@ -54,6 +60,14 @@ class Rig:
         """Pages from the source's same places, layer 1."""
         at = [STRIDE + page * PAGE for page in pages]
         return Write(number, immediate, 0, 0, at, at, [PAGE] * len(at), PAGE * len(at))
+
+    async def close(self) -> None:
+        self.out.close()
+        async with asyncio.timeout(30):
+            await self.inbound.fence()
+        self.helpers.close()
+        self.source.close()
+        self.target.close()
 
     async def poll(self, count: int, budget: int = 700) -> None:
         async with asyncio.timeout(60):
@@ -124,3 +138,102 @@ async def test_a_connection_that_ends_inside_a_write(rig: Rig, cut: int) -> None
     await rig.inbound.fence()
     assert rig.inbound.poll() == []
     assert rig.landed() <= {3}
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes of a few pages are cut over the streams too."""
+    monkeypatch.setattr(outbound, "MIN_PART_BYTES", PAGE)
+    monkeypatch.setattr(outbound, "CHECKED_PART_BYTES", 2 * PAGE)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize(("streams", "threads"), [(1, 1), (3, 1), (4, 3)])
+async def test_several_streams_carry_every_byte_once(streams: int, threads: int, checksums: bool) -> None:
+    rig = Rig(streams, checksums=checksums, threads=threads)
+    rig.out.post(rig.write(1, [3, 9, 4, 20, 5]))
+    rig.out.post(rig.write(2, [10]))
+    await rig.poll(2)
+    assert sorted(rig.completions) == [Completion(1, 5 * PAGE), Completion(2, PAGE)]
+    assert rig.landed() == set(GRANTED)
+    assert sum(arrival.nbytes for arrival in rig.inbound.poll()) == 6 * PAGE
+    assert len(rig.out.wait_fds()) == streams
+    await rig.close()
+
+
+@pytest.mark.usefixtures("small_parts")
+async def test_a_write_is_over_when_its_last_part_is_on_whatever_stream() -> None:
+    """Drained may be said when nothing is outstanding: parts that have begun must hold their write open."""
+    rig = Rig(2)
+    rig.out.post(rig.write(1, [3, 4, 5, 9]))
+    rig.out.post(rig.write(2, [10, 20]))
+    # A page of each stream's first part is on its way.
+    assert rig.out.poll(2) == []
+    rig.out.flush(IMMEDIATE)
+    assert rig.out.poll(0) == [Completion(2, 0, "flushed")]
+    await rig.poll(1)
+    assert rig.completions == [Completion(1, 4 * PAGE)]
+    assert rig.landed() == {3, 4, 5, 9}
+    await rig.close()
+
+
+@pytest.mark.usefixtures("small_parts")
+async def test_one_stream_that_breaks_ends_the_link_once() -> None:
+    rig = Rig(3)
+    rig.out.post(rig.write(1, [3, 4, 5]))
+    rig.out.post(rig.write(2, [9, 10, 20]))
+    rig.theirs[1].shutdown(socket.SHUT_RDWR)
+    await rig.poll(2)
+    assert all(c.error for c in rig.completions)
+    assert rig.out.broken
+    assert rig.out.wait_fds() == []
+    assert await asyncio.wait_for(asyncio.shield(rig.ended), 30)
+    await rig.close()
+    # All readers are joined, and a stream that comes too late is not let in.
+    late, other = socket.socketpair()
+    with pytest.raises(FailedPrecondition):
+        rig.inbound.add(late)
+    other.close()
+
+
+async def test_bytes_that_arrive_changed_fail_the_write_by_name() -> None:
+    rig = Rig(checksums=True)
+    write = rig.write(1, [3, 4])
+    rig.raw.setblocking(True)
+    rig.raw.settimeout(30)
+    head = HEAD.pack(IMMEDIATE, 0, 2, FLAG_CHECKSUM, write.nbytes, 9)
+    table = struct.pack("<4Q", *(x for at in write.dst for x in (at, PAGE)))
+    data = rig.source.view()[STRIDE + 3 * PAGE :][: 2 * PAGE].tobytes()
+    wrong = struct.pack("<Q", zlib.crc32(data) ^ 1)
+    await asyncio.to_thread(rig.raw.sendall, head + table + data + wrong)
+    answer = await asyncio.to_thread(rig.raw.recv, 16, socket.MSG_WAITALL)
+    assert struct.unpack("<QQ", answer) == (9, CORRUPT)
+    # They are nothing that has arrived, and the connection goes on.
+    assert rig.inbound.poll() == []
+    rig.raw.setblocking(False)
+    rig.out.post(rig.write(2, [5]))
+    await rig.poll(1)
+    assert rig.completions == [Completion(2, PAGE)]
+    await rig.close()
+
+
+async def test_the_writer_fails_what_was_found_changed() -> None:
+    ours, theirs = socket.socketpair()
+    source = Region.create("source", LAYOUT.region_bytes("main"))
+    out = TcpOutbound([ours], [source], checksums=True)
+    out.post(Write(1, IMMEDIATE, 0, 0, [0], [0], [PAGE], PAGE))
+    assert out.poll(1 << 20) == []
+    theirs.sendall(struct.pack("<QQ", 1, CORRUPT))
+    (completion,) = out.poll(0)
+    assert "checksum mismatch" in completion.error
+    out.close()
+    theirs.close()
+    source.close()
+
+
+async def test_unknown_flags_are_refused_before_a_byte_is_taken(rig: Rig) -> None:
+    rig.raw.setblocking(True)
+    await asyncio.to_thread(rig.raw.sendall, HEAD.pack(IMMEDIATE, 0, 1, 4, PAGE, 1))
+    assert "unknown flags" in await asyncio.wait_for(asyncio.shield(rig.ended), 30)
+    assert rig.landed() == set()

@@ -205,8 +205,8 @@ def _fill(sock: socket.socket, batch: list[memoryview]) -> None:
 
 
 class Look(NamedTuple):
-    """How to watch, in seconds: without a look for `quiet`, then looking without a pause (`spin`), then yielding the core
-    between two looks (`rest`), then every `step`; `total` in all at most."""
+    """How to watch, in seconds: without a look for `quiet`, then looking without a pause (`spin`), then yielding the
+    core between two looks (`rest`), then every `step`; `total` in all at most."""
 
     quiet: float
     spin: float

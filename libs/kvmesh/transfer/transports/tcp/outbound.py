@@ -99,7 +99,7 @@ class TcpOutbound(SocketOutbound):
         if count == 1:
             return [Part(whole, write.src, write.dst, write.length, write.nbytes)]
         sums = np.cumsum(np.asarray(write.length, dtype=np.int64))
-        cuts = np.searchsorted(sums, write.nbytes * np.arange(1, count) // count)
+        cuts = np.searchsorted(sums, write.nbytes * np.arange(1, count) // count) + 1
         edges = sorted({0, *cuts.tolist(), len(write.length)})
         whole.parts = len(edges) - 1
         parts = []
