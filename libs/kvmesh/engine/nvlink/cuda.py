@@ -24,27 +24,33 @@ BLOCKS = 66
 MAX_BLOCK_WORDS = 8192
 WORDS_PER_WARP = 512
 MIN_EXACT_WORDS = 512
+# Counters that the last block stores at a time.
+COUNTERS = 32
+# Tables under way, and words of each: five a row. Larger ones, or more, cost an allocation.
+STAGING = 8
+STAGING_WORDS = 1 << 16
 ALIGNED = 16
 
 
 @dataclass(slots=True, eq=False)
 class _Rows:
-    """Columns of a group on the device (src, dst, length, dst_stride), rows, bytes of the longest, whether all is
-    aligned."""
+    """A group's columns on the device: (src, dst, length, dst_stride, src_stride), each from an address on."""
 
-    columns: list[torch.Tensor]
+    columns: tuple[int, ...]
     rows: int
     longest: int
     aligned: bool
-    src_stride: int
 
 
 @dataclass(slots=True, eq=False)
 class _Prepared:
+    """table: what the addresses are in; values: address of each launch's counter values."""
+
+    table: torch.Tensor
     groups: list[_Rows | None]
-    counters: torch.Tensor
-    # One for each launch.
-    values: list[torch.Tensor]
+    counters: int
+    num_counters: int
+    values: list[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +81,15 @@ class CudaBackend:
         self._compute = compute if compute is not None else torch.cuda.default_stream(device)
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._ticket = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
+        self._kernels: dict[tuple[int, int], Any] = {}
+        # Pinned buffers, each with the event behind its last use.
+        self._staging: list[tuple[torch.Tensor, object]] = [
+            (torch.empty(STAGING_WORDS, dtype=torch.int64, pin_memory=True), None) for _ in range(STAGING)
+        ]
+        # Fill the allocator, so that a step's table asks the driver for nothing.
+        with torch.cuda.device(device), torch.cuda.stream(self.stream):
+            tables = [torch.empty(STAGING_WORDS, dtype=torch.int64, device=f"cuda:{device}") for _ in range(STAGING)]
+        del tables
         torch.cuda.synchronize(device)
 
     def base(self, group: str, rank: int) -> int:
@@ -125,14 +140,11 @@ class CudaBackend:
         columns: list[Column] = []
         for rows in batch.groups:
             if rows is not None:
-                columns += [rows.src, rows.dst, rows.length, rows.dst_stride]
+                stride = np.full(len(rows.src), rows.src_stride, dtype=np.int64)
+                columns += [rows.src, rows.dst, rows.length, rows.dst_stride, stride]
         columns += [batch.counters, batch.values.ravel()]
-        sizes = [len(column) for column in columns]
-        host = torch.empty(max(1, sum(sizes)), dtype=torch.int64, pin_memory=True)
-        np.concatenate(columns, out=host.numpy()[: sum(sizes)])
-        with torch.cuda.device(self._device), torch.cuda.stream(self.stream):
-            table = host.to(f"cuda:{self._device}", non_blocking=True)
-        at = 0
+        table = self._upload(columns)
+        address = table.data_ptr()
         groups: list[_Rows | None] = []
         for rows in batch.groups:
             if rows is None or not len(rows.src):
@@ -140,20 +152,29 @@ class CudaBackend:
                 continue
             count = len(rows.src)
             merged = int(np.bitwise_or.reduce(rows.src | rows.dst | rows.length | rows.dst_stride)) | rows.src_stride
-            groups.append(
-                _Rows(
-                    list(table[at : at + 4 * count].view(4, count).unbind(0)),
-                    count,
-                    int(rows.length.max()),
-                    merged % ALIGNED == 0,
-                    rows.src_stride,
-                )
-            )
-            at += 4 * count
-        counters = table[at : at + len(batch.counters)]
-        at += len(batch.counters)
-        values = table[at : at + batch.values.size].reshape(batch.values.shape)
-        return _Prepared(groups, counters, list(values.unbind(0)))
+            places = tuple(address + 8 * count * number for number in range(5))
+            groups.append(_Rows(places, count, int(rows.length.max()), merged % ALIGNED == 0))
+            address += 8 * 5 * count
+        launches, counters = batch.values.shape
+        values = [address + 8 * counters * (1 + number) for number in range(launches)]
+        return _Prepared(table, groups, address, counters, values)
+
+    def _upload(self, columns: Sequence[Column]) -> torch.Tensor:
+        """Columns, one behind the other, on the device once the side stream gets there. Does not wait for the GPU: a
+        new pinned buffer would."""
+        size = max(1, sum(len(column) for column in columns))
+        self._driver.set_device(self._device)
+        number = next((i for i, (_, busy) in enumerate(self._staging) if busy is None or self.reached(busy)), None)
+        if number is None or size > STAGING_WORDS:
+            number, host = None, torch.empty(size, dtype=torch.int64, pin_memory=True)
+        else:
+            host = self._staging[number][0][:size]
+        np.concatenate(columns, out=host.numpy()[: sum(len(column) for column in columns)])
+        with torch.cuda.device(self._device), torch.cuda.stream(self.stream):
+            table = host.to(f"cuda:{self._device}", non_blocking=True)
+        if number is not None:
+            self._staging[number] = (self._staging[number][0], self.stream.record_event())
+        return table
 
     def after_compute(self) -> None:
         """See Backend."""
@@ -163,34 +184,51 @@ class CudaBackend:
         """See Backend."""
         assert isinstance(prepared, _Prepared)
         rows = prepared.groups[group]
-        columns, count, longest, aligned, stride = [prepared.counters] * 4, 0, 0, True, 0
-        if rows is not None:
-            columns, count, longest = rows.columns, rows.rows, rows.longest
-            aligned, stride = rows.aligned, rows.src_stride
-        word = 8 if aligned else 1
-        block = block_words(longest // word)
-        chunks = -(-longest // (block * word))
+        columns = rows.columns if rows is not None else (prepared.counters,) * 5
+        count = rows.rows if rows is not None else 0
+        word = 8 if rows is None or rows.aligned else 1
+        block = block_words(rows.longest // word) if rows is not None else MAX_BLOCK_WORDS
+        chunks = -(-rows.longest // (block * word)) if rows is not None else 0
         # The same number of warps, whatever the block.
         grid = max(1, min(self._blocks * (MAX_BLOCK_WORDS // block), layers * count * chunks))
-        counters = len(prepared.counters)
-        with torch.cuda.device(self._device), torch.cuda.stream(self.stream):
-            kernel: Any = scatter[(grid,)]
-            kernel(
-                *columns,
-                count,
-                chunks,
-                first_layer,
-                layers,
-                stride,
-                prepared.counters,
-                prepared.values[launch],
-                counters,
-                self._ticket,
-                BLOCK=block,
-                COUNTERS=1 << max(0, (counters - 1)).bit_length(),
-                WORD=word,
-                num_warps=min(16, max(1, block // WORDS_PER_WARP)),
-            )
+        kernel = self._kernel(block, word)
+        self._driver.set_device(self._device)
+        kernel[grid, 1, 1](
+            *columns,
+            prepared.counters,
+            prepared.values[launch],
+            self._ticket.data_ptr(),
+            count,
+            chunks,
+            first_layer,
+            layers,
+            prepared.num_counters,
+            block,
+            COUNTERS,
+            word,
+            stream=self.stream.cuda_stream,
+        )
+
+    def _kernel(self, block: int, word: int) -> Any:
+        """The compiled kernel: launched by its handle, since going through the compiler's cache costs the engine's
+        thread several times what the launch does."""
+        found = self._kernels.get((block, word))
+        if found is None:
+            with torch.cuda.device(self._device):
+                column = torch.zeros(1, dtype=torch.int64, device=f"cuda:{self._device}")
+                found = scatter.warmup(
+                    *[column] * 7,
+                    self._ticket,
+                    *[1] * 5,
+                    BLOCK=block,
+                    COUNTERS=COUNTERS,
+                    WORD=word,
+                    num_warps=min(16, max(1, block // WORDS_PER_WARP)),
+                    grid=(1,),
+                )
+                found._init_handles()
+            self._kernels[block, word] = found
+        return found
 
     def mark(self) -> object:
         """See Backend."""
@@ -202,15 +240,11 @@ class CudaBackend:
         return bool(mark.query())  # type: ignore[no-untyped-call]
 
     def warm(self, page_bytes: int) -> None:
-        """Compile for pages of that size before the first step needs it: a copy of nothing."""
-        rows = min(page_bytes, self.max_row)
-        empty = np.zeros(0, dtype=np.int64)
-        batch = Batch([None], empty, np.zeros((1, 0), dtype=np.int64))
-        prepared = self.prepare(batch)
-        assert isinstance(prepared, _Prepared)
-        column = torch.zeros(1, dtype=torch.int64, device=f"cuda:{self._device}")
-        prepared.groups = [_Rows([column] * 4, 1, rows, rows % ALIGNED == 0, 0)]
-        self.launch(prepared, 0, 0, 0, 0)
+        """Compile for whole pages of that size before the first step needs it."""
+        for longest in {page_bytes, min(page_bytes, self.max_row)}:
+            word = 8 if longest % ALIGNED == 0 else 1
+            self._kernel(block_words(longest // word), word)
+        self._upload([np.zeros(1, dtype=np.int64)])
         self.stream.synchronize()
 
     def close(self) -> None:

@@ -68,6 +68,7 @@ class CudaDriver:
 
     def __init__(self, lib: Any) -> None:
         self._lib = lib
+        self._contexts: dict[int, c_void_p] = {}
         self.check("cuInit", lib.cuInit(0))
 
     def check(self, what: str, code: int) -> None:
@@ -98,8 +99,11 @@ class CudaDriver:
 
     def set_device(self, device: int) -> None:
         """Make the device's primary context this thread's."""
-        context = c_void_p()
-        self.check("cuDevicePrimaryCtxRetain", self._lib.cuDevicePrimaryCtxRetain(byref(context), device))
+        context = self._contexts.get(device)
+        if context is None:
+            context = c_void_p()
+            self.check("cuDevicePrimaryCtxRetain", self._lib.cuDevicePrimaryCtxRetain(byref(context), device))
+            self._contexts[device] = context
         self.check("cuCtxSetCurrent", self._lib.cuCtxSetCurrent(context))
 
     def _prop(self, device: int) -> _AllocationProp:

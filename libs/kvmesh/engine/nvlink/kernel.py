@@ -9,22 +9,35 @@ from __future__ import annotations
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 
+# One compiled kernel for every step: nothing is specialized by its value or its alignment.
+NUMBERS = ("rows", "chunks", "first_layer", "layers", "counters")
+POINTERS = (
+    "src_ptr",
+    "dst_ptr",
+    "length_ptr",
+    "dst_stride_ptr",
+    "src_stride_ptr",
+    "counter_ptr",
+    "value_ptr",
+    "ticket_ptr",
+)
 
-@triton.jit  # type: ignore[untyped-decorator]
+
+@triton.jit(do_not_specialize=[*NUMBERS, *POINTERS])  # type: ignore[untyped-decorator]
 def scatter(  # type: ignore[no-untyped-def]
     src_ptr,  # (rows,) addresses in layer 0 of the group
     dst_ptr,  # (rows,)
     length_ptr,  # (rows,) bytes
-    stride_ptr,  # (rows,) bytes from layer to layer at the destination
+    dst_stride_ptr,  # (rows,) bytes from layer to layer at the destination
+    src_stride_ptr,  # (rows,) the same here
+    counter_ptr,  # (counters,) addresses in mapped host memory
+    value_ptr,  # (counters,) what they are set to
+    ticket_ptr,  # one int32, 0 between launches
     rows,
     chunks,  # of BLOCK words that the longest row has
     first_layer,
     layers,
-    src_stride,  # bytes from layer to layer here
-    counter_ptr,  # (counters,) addresses in mapped host memory
-    value_ptr,  # (counters,) what they are set to
     counters,
-    ticket_ptr,  # one int32, 0 between launches
     BLOCK: tl.constexpr,
     COUNTERS: tl.constexpr,
     WORD: tl.constexpr,  # bytes: 8 where every address and length is a multiple of 16, else 1
@@ -37,8 +50,8 @@ def scatter(  # type: ignore[no-untyped-def]
         layer = (first_layer + item // (chunks * rows)).to(tl.int64)
         at = chunk.to(tl.int64) * (BLOCK * WORD)
         left = tl.load(length_ptr + row) - at
-        src = tl.load(src_ptr + row) + layer * src_stride + at
-        dst = tl.load(dst_ptr + row) + layer * tl.load(stride_ptr + row) + at
+        src = tl.load(src_ptr + row) + layer * tl.load(src_stride_ptr + row) + at
+        dst = tl.load(dst_ptr + row) + layer * tl.load(dst_stride_ptr + row) + at
         if WORD == 8:
             source = tl.multiple_of(src.to(tl.pointer_type(tl.int64)), 16)
             target = tl.multiple_of(dst.to(tl.pointer_type(tl.int64)), 16)
@@ -58,8 +71,9 @@ def scatter(  # type: ignore[no-untyped-def]
     ticket = tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="sys")
     if ticket == grid - 1:
         tl.store(ticket_ptr, 0)
-        numbers = tl.arange(0, COUNTERS)
-        mask = numbers < counters
-        addresses = tl.load(counter_ptr + numbers, mask=mask, other=0).to(tl.pointer_type(tl.int64))
-        values = tl.load(value_ptr + numbers, mask=mask, other=0)
-        tl.atomic_xchg(addresses, values, mask=mask, sem="release", scope="sys")
+        for first in range(0, counters, COUNTERS):
+            numbers = first + tl.arange(0, COUNTERS)
+            mask = numbers < counters
+            addresses = tl.load(counter_ptr + numbers, mask=mask, other=0).to(tl.pointer_type(tl.int64))
+            values = tl.load(value_ptr + numbers, mask=mask, other=0)
+            tl.atomic_xchg(addresses, values, mask=mask, sem="release", scope="sys")
