@@ -26,7 +26,7 @@ from kvmesh.transfer.transports.verbs.outbound import VerbsOutbound
 
 ROOT = Path(__file__).resolve().parents[2]
 # Everything in the VM is 20 to 30 times slower.
-WAIT_S = 120.0
+WAIT_S = 300.0
 PAGE = 64 << 10
 LAYERS = 2
 

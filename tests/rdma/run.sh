@@ -17,4 +17,4 @@ fi
 exec "$root/tests/rdma/vm/boot.sh" \
     "PYTHONPATH=/run/pyverbs:$root/libs:$root" PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
     "KVMESH_RDMA_TRANSFERS=${KVMESH_RDMA_TRANSFERS:-10000}" \
-    "$python" -u -m pytest -p no:cacheprovider -s --color=no --durations=8 --timeout=600 "$@"
+    "$python" -u -m pytest -p no:cacheprovider -s --color=no --durations=8 --timeout=1500 "$@"

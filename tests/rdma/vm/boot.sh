@@ -3,12 +3,12 @@
 # one command in it: boot.sh [NAME=VALUE…] COMMAND [ARGUMENT…]. The command's exit status is passed through; 77 means
 # that the VM cannot be had here, and the last line says why. Debian on x86_64; as root it installs what is missing.
 #   KVMESH_VM_CACHE    kernel and boot image (default build/rdma-vm)
-#   KVMESH_VM_LIMIT_S  seconds after which the VM is ended (default 900)
+#   KVMESH_VM_LIMIT_S  seconds after which the VM is ended (default 1800)
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../../.." && pwd)
 cache=${KVMESH_VM_CACHE:-$root/build/rdma-vm}
-limit=${KVMESH_VM_LIMIT_S:-900}
+limit=${KVMESH_VM_LIMIT_S:-1800}
 packages=(qemu-system-x86 busybox-static kmod rdma-core iproute2 cpio ibverbs-providers python3-pyverbs)
 modules=(virtio_pci 9pnet_virtio 9p overlay crc32_generic rdma_rxe ib_uverbs rdma_ucm dummy)
 
