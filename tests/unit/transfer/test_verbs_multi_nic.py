@@ -285,7 +285,7 @@ async def test_a_pair_that_failed_while_its_ports_say_they_are_up(
 async def test_where_all_pairs_failed_all_are_tried(world: World) -> None:
     link = await world.link(2, 2)
     for name in ("0", "1"):
-        link.source.transport._faults[77, f"a{name}", f"b{name}"] = 1e18
+        link.source.transport._faults[77, 0, f"a{name}", f"b{name}"] = 1e18
     await link.open()
     assert [used for _, _, used in link.pairs()] == [True, True]
     await link.close()

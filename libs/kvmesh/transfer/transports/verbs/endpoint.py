@@ -32,6 +32,8 @@ from kvmesh.transfer.wire import PROTOCOL
 log = logging.getLogger(__name__)
 DeviceT = TypeVar("DeviceT", bound=RdmaDevice)
 InboundT = TypeVar("InboundT", bound=RdmaInbound)
+FaultKey = tuple[int, int, str, str]
+"""Lives of the destination's sidecar and engine, NIC here, NIC there."""
 # How long a pair of NICs that failed in flight is left out of new links.
 FAULT_S = 30.0
 MAX_FAULTS = 256
@@ -65,8 +67,8 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
         self._inbounds: set[InboundT] = set()
         self._poller: InboundPoller | None = None
         self._linger: tuple[asyncio.TimerHandle, Life] | None = None
-        # Pairs of NICs that failed in flight: (life of the destination's sidecar, NIC here, NIC there) to when.
-        self._faults: dict[tuple[int, str, str], float] = {}
+        # Pairs of NICs that failed in flight, to when. A destination that dies looks like that too: so by its lives.
+        self._faults: dict[FaultKey, float] = {}
 
     # --- what a transport adds -----------------------------------------------------------------------------------
 
@@ -329,7 +331,7 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
         return whole
 
     def _sound(self, reply: pb.PeerHelloReply, rail: Rail[DeviceT], side: Any) -> bool:
-        at = self._faults.get((reply.sidecar_incarnation, rail.device.name, side.device))
+        at = self._faults.get((reply.sidecar_incarnation, reply.incarnation, rail.device.name, side.device))
         return at is None or time.monotonic() - at > FAULT_S
 
     def _fault(self, reply: pb.PeerHelloReply, rail: Rail[DeviceT], side: Any, reason: str) -> None:
@@ -337,7 +339,7 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
         log.warning("%s: %s to %s failed: %s", self.name, rail.device.name, side.device, reason)
         while len(self._faults) >= MAX_FAULTS:
             self._faults.pop(next(iter(self._faults)), None)
-        self._faults[reply.sidecar_incarnation, rail.device.name, side.device] = time.monotonic()
+        self._faults[reply.sidecar_incarnation, reply.incarnation, rail.device.name, side.device] = time.monotonic()
 
     # --- within --------------------------------------------------------------------------------------------------
 
