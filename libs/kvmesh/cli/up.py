@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 INTERRUPTED = 130
 RUN_PREFIX = "kvmesh-"
-FLEET_TIMEOUT_S = 30.0
+FLEET_TIMEOUT_S = 60.0
 _PROGRESS = re.compile(rb"loading: ([0-9.]+) %")
 
 
