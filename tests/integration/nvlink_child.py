@@ -10,7 +10,7 @@ from typing import Any
 
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from nvlink_kit import PostingEngine
-from transfer_kit import SidecarProcess, make_layout
+from transfer_kit import make_layout
 
 
 class Served:
@@ -20,11 +20,10 @@ class Served:
         self.socket = socket
 
 
-async def main(socket: Path) -> None:
+async def main(socket: Path, life: int) -> None:
     loop = asyncio.get_running_loop()
     sidecar: Any = Served(socket)
-    assert isinstance(sidecar, Served | SidecarProcess)
-    engine = await PostingEngine("child", sidecar, make_layout(), incarnation=7).connect()
+    engine = await PostingEngine("child", sidecar, make_layout(), life).connect()
     engine.fill(4)
     print(json.dumps({"ok": True}), flush=True)
     transfer: Any = None
@@ -49,4 +48,4 @@ async def main(socket: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))

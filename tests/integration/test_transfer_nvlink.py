@@ -4,40 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import itertools
 import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from kvmesh.errors import TransferFailed
+from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from nvlink_kit import PostingEngine
 from transfer_kit import ROOT, Engine, SidecarProcess, make_layout, soon
 
 SRC, DST = [5, 6, 7, 20, 3, 9], [40, 41, 2, 30, 31, 32]
-FLAGS = ("--transports=nvlink,shm,tcp", "--heartbeat-s=0.2", "--lease-s=5")
+FLAGS = ("--transports=nvlink,shm,tcp", "--heartbeat-s=0.2", "--lease-s=10", "--max-slots=4")
+lives = itertools.count(1)
 
 
-@contextlib.asynccontextmanager
-async def scene(folder: Path, layers: int = 4) -> AsyncIterator[tuple[PostingEngine, Engine]]:
-    processes = [SidecarProcess(name, folder, *FLAGS) for name in ("src", "dst")]
-    try:
-        await asyncio.gather(*(process.start() for process in processes))
-        source = await PostingEngine("p", processes[0], make_layout(layers=layers)).connect()
-        target = await Engine("d", processes[1], make_layout(num_pages=50, layers=layers)).connect()
-        source.fill(1)
-        yield source, target
-        await source.close()
-        await target.close()
-    finally:
-        for process in processes:
-            process.stop()
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SidecarProcess]]:
+    """Three sidecars for all tests here: those that a test killed are started again by the next."""
+    folder = tmp_path_factory.mktemp("sidecars")
+    made = [SidecarProcess(name, folder, *FLAGS) for name in ("src", "dst", "third")]
+    yield made
+    for process in made:
+        process.stop()
+
+
+class Scene(NamedTuple):
+    """third: a sidecar without an engine."""
+
+    source: PostingEngine
+    target: Engine
+    third: SidecarProcess
+
+
+@pytest.fixture
+async def scene(processes: list[SidecarProcess]) -> AsyncIterator[Scene]:
+    await asyncio.gather(*(process.start() for process in processes if not process.alive))
+    source = await PostingEngine("p", processes[0], make_layout(), next(lives)).connect()
+    target = await Engine("d", processes[1], make_layout(num_pages=50), next(lives)).connect()
+    source.fill(1)
+    yield Scene(source, target, processes[2])
+    await source.close()
+    await target.close()
 
 
 async def begin(source: PostingEngine, target: Engine, ready: int = 0) -> tuple[Any, Any]:
@@ -54,100 +70,95 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_pages_go_layer_by_layer_byte_exact(tmp_path: Path) -> None:
-    async with scene(tmp_path) as (source, target):
-        before = target.pages.copy()
-        slot, transfer = await begin(source, target, ready=2)
-        step = source.begin([transfer], 2, 3)
+async def test_pages_go_layer_by_layer_byte_exact(scene: Scene) -> None:
+    source, target = scene.source, scene.target
+    before = target.pages.copy()
+    slot, transfer = await begin(source, target, ready=2)
+    step = source.begin([transfer], 2, 3)
+    assert step is not None
+    for layer in range(3):
+        step.layer(layer)
+    # Layers 0..2 of the step have landed, layer 3 has not: the counter says so and the slot is open.
+    await until(lambda: np.array_equal(target.pages[2, DST[2:5]], source.pages[2, SRC[2:5]]))
+    np.testing.assert_array_equal(target.pages[3, DST[2:5]], before[3, DST[2:5]])
+    assert not slot.completed.done()
+    step.layer(3)
+    source.client.send_pages(transfer, 5, 1)
+    result: Any = await soon(slot.completed)
+    assert (result.bytes, result.transport) == (target.expected(DST), "nvlink")
+    assert await soon(transfer.done) == target.expected(DST)
+    np.testing.assert_array_equal(target.pages[:, DST], source.pages[:, SRC])
+    others = [page for page in range(target.layout.num_pages) if page not in DST]
+    np.testing.assert_array_equal(target.pages[:, others], before[:, others])
+    status = await target.sidecar.status()
+    (link,) = status.links
+    assert (link.transport, link.reason) == ("nvlink", "same host (boot id), host memory at both ends")
+    assert link.bytes == target.expected(DST)
+    assert status.counters.stale_writes == 0
+
+
+async def test_many_slots_and_two_in_one_step(scene: Scene) -> None:
+    source, target = scene.source, scene.target
+    for round_ in range(8):
+        source.fill(round_)
+        pairs = []
+        for src, dst in (([1, 2, 3], [11, 12, 13]), ([4, 5, 6], [20, 22, 24])):
+            slot = await target.open(dst)
+            handle: Any = await soon(
+                source.client.start_transfer(target.describe(slot, dst), {"main": src}, ready_pages=0)
+            )
+            pairs.append((slot, handle, src, dst))
+        step = source.begin([handle for _, handle, _, _ in pairs], 0, 3)
         assert step is not None
-        for layer in range(3):
+        for layer in range(source.layout.num_layers):
             step.layer(layer)
-        # Layers 0..2 of the step have landed, layer 3 has not: the counter says so and the slot is open.
-        await until(lambda: np.array_equal(target.pages[2, DST[2:5]], source.pages[2, SRC[2:5]]))
-        np.testing.assert_array_equal(target.pages[3, DST[2:5]], before[3, DST[2:5]])
-        assert not slot.completed.done()
-        step.layer(3)
-        source.client.send_pages(transfer, 5, 1)
-        result: Any = await soon(slot.completed)
-        assert (result.bytes, result.transport) == (target.expected(DST), "nvlink")
-        assert await soon(transfer.done) == target.expected(DST)
-        np.testing.assert_array_equal(target.pages[:, DST], source.pages[:, SRC])
-        others = [page for page in range(target.layout.num_pages) if page not in DST]
-        np.testing.assert_array_equal(target.pages[:, others], before[:, others])
-        status = await target.sidecar.status()
-        (link,) = status.links
-        assert (link.transport, link.reason) == ("nvlink", "same host (boot id), host memory at both ends")
-        assert link.bytes == target.expected(DST)
-        assert status.counters.stale_writes == 0
-
-
-async def test_many_slots_and_two_in_one_step(tmp_path: Path) -> None:
-    async with scene(tmp_path) as (source, target):
-        for round_ in range(8):
-            source.fill(round_)
-            pairs = []
-            for src, dst in (([1, 2, 3], [11, 12, 13]), ([4, 5, 6], [20, 22, 24])):
-                slot = await target.open(dst)
-                handle: Any = await soon(
-                    source.client.start_transfer(target.describe(slot, dst), {"main": src}, ready_pages=0)
-                )
-                pairs.append((slot, handle, src, dst))
-            step = source.begin([handle for _, handle, _, _ in pairs], 0, 3)
-            assert step is not None
-            for layer in range(source.layout.num_layers):
-                step.layer(layer)
-            for slot, handle, src, dst in pairs:
-                await soon(slot.completed)
-                await soon(handle.done)
-                np.testing.assert_array_equal(target.pages[:, dst], source.pages[:, src])
-
-
-async def test_engines_that_do_not_post_take_another_transport(tmp_path: Path) -> None:
-    async with scene(tmp_path) as (_, target):
-        third = SidecarProcess("other", tmp_path, *FLAGS)
-        await third.start()
-        try:
-            plain = await Engine("q", third, make_layout()).connect()
-            plain.fill(3)
-            slot = await target.open(DST)
-            descriptor = target.describe(slot, DST)
-            transfer: Any = await soon(plain.client.start_transfer(descriptor, {"main": SRC}, ready_pages=6))
+        for slot, handle, src, dst in pairs:
             await soon(slot.completed)
-            assert transfer.transport == "shm"
-            (link,) = [x for x in (await third.status()).links if x.direction == "out"]
-            assert "nvlink: the writer's engine does not write by itself" in link.reason
-            await plain.close()
-        finally:
-            third.stop()
+            await soon(handle.done)
+            np.testing.assert_array_equal(target.pages[:, dst], source.pages[:, src])
 
 
-async def test_the_destination_aborts_in_the_middle(tmp_path: Path) -> None:
-    async with scene(tmp_path) as (source, target):
-        slot, transfer = await begin(source, target)
-        step = source.begin([transfer], 0, 6)
-        assert step is not None
-        step.layer(0)
-        # The stream is held up: a launch is in flight and stays so.
-        await until(lambda: np.array_equal(target.pages[0, DST], source.pages[0, SRC]))
-        source.backend.gate.clear()
-        step.layer(1)
-        await target.client.close_slot(slot, "not wanted")
-        await until(lambda: transfer_stopped(source, transfer))
-        assert not slot.drained.done()
-        assert not transfer.done.done()
-        step.layer(2)
-        source.backend.gate.set()
-        await soon(slot.drained)
-        with pytest.raises(TransferFailed, match="not wanted"):
-            await soon(transfer.done)
-        # What was in flight landed before Drained; what came after the abort never left.
-        np.testing.assert_array_equal(target.pages[1, DST], source.pages[1, SRC])
-        assert not target.pages[2, DST].any()
-        # The same slot numbers serve again.
-        slot, transfer = await begin(source, target, ready=6)
-        await soon(slot.completed)
+async def test_engines_that_do_not_post_take_another_transport(scene: Scene) -> None:
+    target = scene.target
+    plain = await Engine("q", scene.third, make_layout(), next(lives)).connect()
+    plain.fill(3)
+    slot = await target.open(DST)
+    descriptor = target.describe(slot, DST)
+    transfer: Any = await soon(plain.client.start_transfer(descriptor, {"main": SRC}, ready_pages=6))
+    await soon(slot.completed)
+    assert transfer.transport == "shm"
+    (link,) = [x for x in (await scene.third.status()).links if x.direction == "out"]
+    assert "nvlink: the writer's engine does not write by itself" in link.reason
+    await plain.close()
+
+
+async def test_the_destination_aborts_in_the_middle(scene: Scene) -> None:
+    source, target = scene.source, scene.target
+    slot, transfer = await begin(source, target)
+    step = source.begin([transfer], 0, 6)
+    assert step is not None
+    step.layer(0)
+    # The stream is held up: a launch is in flight and stays so.
+    await until(lambda: np.array_equal(target.pages[0, DST], source.pages[0, SRC]))
+    source.backend.gate.clear()
+    step.layer(1)
+    await target.client.close_slot(slot, "not wanted")
+    await until(lambda: transfer_stopped(source, transfer))
+    assert not slot.drained.done()
+    assert not transfer.done.done()
+    step.layer(2)
+    source.backend.gate.set()
+    await soon(slot.drained)
+    with pytest.raises(TransferFailed, match="not wanted"):
         await soon(transfer.done)
-        assert (await target.sidecar.status()).counters.stale_writes == 0
+    # What was in flight landed before Drained; what came after the abort never left.
+    np.testing.assert_array_equal(target.pages[1, DST], source.pages[1, SRC])
+    assert not target.pages[2, DST].any()
+    # The same slot numbers serve again.
+    slot, transfer = await begin(source, target, ready=6)
+    await soon(slot.completed)
+    await soon(transfer.done)
+    assert (await target.sidecar.status()).counters.stale_writes == 0
 
 
 def transfer_stopped(source: PostingEngine, transfer: Any) -> bool:
@@ -155,146 +166,133 @@ def transfer_stopped(source: PostingEngine, transfer: Any) -> bool:
     return found is None or found.stopped is not None
 
 
-async def test_the_source_cancels(tmp_path: Path) -> None:
-    async with scene(tmp_path) as (source, target):
-        slot, transfer = await begin(source, target, ready=1)
-        await source.client.cancel_transfer(transfer, "no time")
-        with pytest.raises(TransferFailed, match=r"no time|given up"):
-            await soon(transfer.done)
-        with pytest.raises(TransferFailed):
-            await soon(slot.completed)
-        await soon(slot.drained)
-
-
-async def test_a_page_named_twice_fails_its_generation_alone(tmp_path: Path) -> None:
-    async with scene(tmp_path) as (source, target):
-        slot, transfer = await begin(source, target, ready=2)
-        assert source.begin([transfer], 1, 2) is None
-        with pytest.raises(TransferFailed, match="named before"):
-            await soon(transfer.done)
-        with pytest.raises(TransferFailed, match="named before"):
-            await soon(slot.completed)
-        await soon(slot.drained)
-        slot, transfer = await begin(source, target, ready=6)
-        await soon(slot.completed)
-
-
-async def test_counters_are_zero_before_the_writer_knows(tmp_path: Path) -> None:
-    """A slot number comes again with what its last generation counted still known: it must start from nothing."""
-    seen: list[int] = []
-    async with scene(tmp_path) as (source, target):
-        target.sidecar.stop()
-        target.sidecar.flags = (*FLAGS, "--max-slots=1")
-        await target.close()
-        await target.sidecar.start()
-        again = await Engine("d", target.sidecar, target.layout, incarnation=3).connect()
-        for _ in range(4):
-            slot, transfer = await begin(source, again)
-            found = source.poster._transfers[transfer.transfer_id]
-            word = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint64 * 1).from_address(found.counter(0)))
-            seen.append(int(word[0]))
-            source.step(transfer, 0, 6)
-            await soon(slot.completed)
-            assert int(word[0]) == found.generation << 44 | again.expected(DST)
-            await soon(transfer.done)
-        assert seen == [0, 0, 0, 0]
-        await again.close()
-        target.__init__("d", target.sidecar, target.layout)  # type: ignore[misc]
-
-
-async def test_a_stale_generation_is_counted_and_never_believed(tmp_path: Path) -> None:
-    async with scene(tmp_path) as (source, target):
-        slot, transfer = await begin(source, target, ready=1)
-        found = source.poster._transfers[transfer.transfer_id]
-        await until(lambda: found.total > 0)
-        address = found.counter(0)
-        cell = np.ctypeslib.ctypes.c_uint64.from_address(address)
-        good = cell.value
-        cell.value = ((slot.generation - 1) % (1 << 20)) << 44 | target.expected(DST)
-
-        async def counted() -> bool:
-            return bool((await target.sidecar.status()).counters.stale_writes)
-
-        await until(counted)
-        assert not slot.completed.done()
-        cell.value = good
-        source.step(transfer, 1, 5)
-        result: Any = await soon(slot.completed)
-        assert result.bytes == target.expected(DST)
-
-
-async def test_the_destinations_engine_goes(tmp_path: Path) -> None:
-    async with scene(tmp_path) as (source, target):
-        _, transfer = await begin(source, target, ready=1)
-        assert len(source.poster._peers) == 1
-        await target.client.close()
-        with pytest.raises(TransferFailed):
-            await soon(transfer.done)
-        await until(lambda: not source.poster._peers)
-        assert not mapped(target.regions["main"].name, os.getpid(), "peer-")
-        # The next life is let in, so the fence was heard.
-        again = await Engine("d", target.sidecar, target.layout, incarnation=2).connect()
-        slot, transfer = await begin(source, again, ready=6)
-        await soon(slot.completed)
+async def test_the_source_cancels(scene: Scene) -> None:
+    source, target = scene.source, scene.target
+    slot, transfer = await begin(source, target, ready=1)
+    await source.client.cancel_transfer(transfer, "no time")
+    with pytest.raises(TransferFailed, match=r"no time|given up"):
         await soon(transfer.done)
-        await again.close()
-
-
-def mapped(name: str, pid: int, prefix: str) -> bool:
-    """Whether a peer's counters are mapped in a process (its regions have the names that their makers gave them)."""
-    return "kv-counters" in Path(f"/proc/{pid}/maps").read_text() and bool(prefix) and bool(name)
-
-
-async def test_the_destinations_sidecar_is_killed(tmp_path: Path) -> None:
-    async with scene(tmp_path) as (source, target):
-        slot, transfer = await begin(source, target)
-        step = source.begin([transfer], 0, 6)
-        assert step is not None
-        source.backend.gate.clear()
-        step.layer(0)
-        target.sidecar.kill()
-        with pytest.raises(TransferFailed):
-            await soon(slot.completed)
-        await until(lambda: transfer_stopped(source, transfer))
-        # Our own kernel may still write: neither end's pages are free.
-        assert not slot.drained.done()
-        assert not transfer.done.done()
-        await target.sidecar.start()
-        source.backend.gate.set()
-        with pytest.raises(TransferFailed):
-            await soon(transfer.done)
-        again = await Engine("d", target.sidecar, target.layout, incarnation=2).connect()
-        # (Its own client is lost; the writers of the dead sidecar are this process, which has not exited.)
-        slot, transfer = await begin(source, again, ready=6)
+    with pytest.raises(TransferFailed):
         await soon(slot.completed)
-        await again.close()
+    await soon(slot.drained)
 
 
-async def test_the_sources_sidecar_is_killed(tmp_path: Path) -> None:
-    async with scene(tmp_path) as (source, target):
-        slot, transfer = await begin(source, target)
-        step = source.begin([transfer], 0, 6)
-        assert step is not None
-        source.backend.gate.clear()
-        step.layer(0)
-        source.sidecar.kill()
-        await asyncio.wait_for(source.lost.wait(), 60)
-        with pytest.raises(TransferFailed):
-            await soon(slot.completed)
-        assert not slot.drained.done()
-        assert not transfer.done.done()
-        source.backend.gate.set()
-        with pytest.raises(TransferFailed):
-            await soon(transfer.done)
-        # Unmapped, but nobody has told the destination: the successor does.
-        await until(lambda: not source.poster._peers)
-        assert not slot.drained.done()
-        await source.sidecar.start()
-        source.lost.clear()
-        await source.connect()
-        await soon(slot.drained)
-        slot, transfer = await begin(source, target, ready=6)
+async def test_a_page_named_twice_fails_its_generation_alone(scene: Scene) -> None:
+    source, target = scene.source, scene.target
+    slot, transfer = await begin(source, target, ready=2)
+    assert source.begin([transfer], 1, 2) is None
+    with pytest.raises(TransferFailed, match="named before"):
+        await soon(transfer.done)
+    with pytest.raises(TransferFailed, match="named before"):
         await soon(slot.completed)
+    await soon(slot.drained)
+    slot, transfer = await begin(source, target, ready=6)
+    await soon(slot.completed)
+
+
+async def test_counters_are_zero_before_the_writer_knows(scene: Scene) -> None:
+    """A slot number comes again while its word still holds what the last generation counted."""
+    source, target = scene.source, scene.target
+    numbers = []
+    for _ in range(9):
+        slot, transfer = await begin(source, target)
+        found = source.poster._transfers[transfer.transfer_id]
+        word = ctypes.c_uint64.from_address(found.counter(0))
+        assert word.value == 0
+        source.step(transfer, 0, 6)
+        await soon(slot.completed)
+        assert word.value == found.generation << 44 | target.expected(DST)
+        await soon(transfer.done)
+        numbers.append(slot.slot)
+    assert len(set(numbers)) == 4
+
+
+async def test_a_stale_generation_is_counted_and_never_believed(scene: Scene) -> None:
+    source, target = scene.source, scene.target
+    slot, transfer = await begin(source, target, ready=1)
+    found = source.poster._transfers[transfer.transfer_id]
+    await until(lambda: found.total > 0)
+    cell = ctypes.c_uint64.from_address(found.counter(0))
+    good = cell.value
+    cell.value = ((slot.generation - 1) % (1 << 20)) << 44 | target.expected(DST)
+
+    async def counted() -> bool:
+        return bool((await target.sidecar.status()).counters.stale_writes)
+
+    await until(counted)
+    assert not slot.completed.done()
+    cell.value = good
+    source.step(transfer, 1, 5)
+    result: Any = await soon(slot.completed)
+    assert result.bytes == target.expected(DST)
+
+
+async def test_the_destinations_engine_goes(scene: Scene) -> None:
+    source, target = scene.source, scene.target
+    _, transfer = await begin(source, target, ready=1)
+    assert len(source.poster._peers) == 1
+    await target.client.close()
+    with pytest.raises(TransferFailed):
+        await soon(transfer.done)
+    await until(lambda: not source.poster._peers)
+    # The next life is let in, so the fence was heard.
+    again = await Engine("d", target.sidecar, target.layout, next(lives)).connect()
+    slot, transfer = await begin(source, again, ready=6)
+    await soon(slot.completed)
+    await soon(transfer.done)
+    await again.close()
+
+
+async def test_the_destinations_sidecar_is_killed(scene: Scene) -> None:
+    source, target = scene.source, scene.target
+    slot, transfer = await begin(source, target)
+    step = source.begin([transfer], 0, 6)
+    assert step is not None
+    source.backend.gate.clear()
+    step.layer(0)
+    target.sidecar.kill()
+    with pytest.raises(TransferFailed):
+        await soon(slot.completed)
+    await until(lambda: transfer_stopped(source, transfer))
+    # Our own kernel may still write: neither end's pages are free.
+    assert not slot.drained.done()
+    assert not transfer.done.done()
+    await target.sidecar.start()
+    source.backend.gate.set()
+    with pytest.raises(TransferFailed):
+        await soon(transfer.done)
+    again = await Engine("d", target.sidecar, target.layout, next(lives)).connect()
+    # (Its own client is lost; the writers of the dead sidecar are this process, which has not exited.)
+    slot, transfer = await begin(source, again, ready=6)
+    await soon(slot.completed)
+    await again.close()
+
+
+async def test_the_sources_sidecar_is_killed(scene: Scene) -> None:
+    source, target = scene.source, scene.target
+    slot, transfer = await begin(source, target)
+    step = source.begin([transfer], 0, 6)
+    assert step is not None
+    source.backend.gate.clear()
+    step.layer(0)
+    source.sidecar.kill()
+    await soon(source.lost.wait())
+    with pytest.raises(TransferFailed):
+        await soon(slot.completed)
+    assert not slot.drained.done()
+    assert not transfer.done.done()
+    source.backend.gate.set()
+    with pytest.raises(TransferFailed):
+        await soon(transfer.done)
+    # Unmapped, but nobody has told the destination: the successor does.
+    await until(lambda: not source.poster._peers)
+    assert not slot.drained.done()
+    await source.sidecar.start()
+    source.lost.clear()
+    await source.connect()
+    await soon(slot.drained)
+    slot, transfer = await begin(source, target, ready=6)
+    await soon(slot.completed)
 
 
 class Child:
@@ -309,6 +307,7 @@ class Child:
             sys.executable,
             str(ROOT / "tests/integration/nvlink_child.py"),
             str(self.sidecar.socket),
+            str(next(lives)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=env,
@@ -328,63 +327,55 @@ class Child:
         return await self.hear()
 
 
-async def test_the_source_is_killed_with_a_launch_in_flight(tmp_path: Path) -> None:
-    async with scene(tmp_path) as (_, target):
-        sidecar = SidecarProcess("third", tmp_path, *FLAGS)
-        await sidecar.start()
-        child = await Child(sidecar).start()
-        try:
-            slot = await target.open(DST)
-            descriptor = target.describe(slot, DST).SerializeToString().hex()
-            started = await child.ask(do="start", descriptor=descriptor, pages=SRC, ready=0)
-            assert started["transport"] == "nvlink"
-            await child.ask(do="layers", first=0, count=6, layers=2, hold=True)
-            # The sidecar loses its engine, the engine still writes: stopped, it is no fence.
-            child.process.send_signal(signal.SIGSTOP)
-            await target.client.close_slot(slot, "too long")
-            assert not slot.drained.done()
-            child.process.send_signal(signal.SIGKILL)
-            await soon(slot.drained)
-            status = await target.sidecar.status()
-            assert status.counters.slots_failed == 1
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                child.process.kill()
-            await child.process.wait()
-            sidecar.stop()
-
-
-async def test_the_destination_is_killed(tmp_path: Path) -> None:
-    """Its sidecar and the source notice; the source lets go of memory whose owner is gone."""
-    async with scene(tmp_path) as (source, target):
-        sidecar = SidecarProcess("third", tmp_path, *FLAGS)
-        await sidecar.start()
-        child = await Child(sidecar).start()
-        try:
-            opened = await child.ask(do="open", pages=DST)
-            from kvmesh.proto.v1 import kvtransfer_pb2 as pb
-
-            descriptor = pb.Descriptor.FromString(bytes.fromhex(opened["descriptor"]))
-            transfer: Any = await soon(source.client.start_transfer(descriptor, {"main": SRC}, ready_pages=2))
+async def test_the_source_is_killed_with_a_launch_in_flight(scene: Scene) -> None:
+    target = scene.target
+    child = await Child(scene.third).start()
+    try:
+        slot = await target.open(DST)
+        descriptor = target.describe(slot, DST).SerializeToString().hex()
+        started = await child.ask(do="start", descriptor=descriptor, pages=SRC, ready=0)
+        assert started["transport"] == "nvlink"
+        await child.ask(do="layers", first=0, count=6, layers=2, hold=True)
+        # The sidecar loses its engine, the engine still writes: stopped, it is no fence.
+        child.process.send_signal(signal.SIGSTOP)
+        await target.client.close_slot(slot, "too long")
+        assert not slot.drained.done()
+        child.process.send_signal(signal.SIGKILL)
+        await soon(slot.drained)
+        status = await target.sidecar.status()
+        assert status.counters.slots_failed == 1
+    finally:
+        with contextlib.suppress(ProcessLookupError):
             child.process.kill()
-            with pytest.raises(TransferFailed):
-                await soon(transfer.done)
-            await until(lambda: not source.poster._peers)
-            slot, transfer = await begin(source, target, ready=6)
-            await soon(slot.completed)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                child.process.kill()
-            await child.process.wait()
-            sidecar.stop()
+        await child.process.wait()
 
 
-async def test_the_stream_is_the_only_thread_that_writes(tmp_path: Path) -> None:
+async def test_the_destination_is_killed(scene: Scene) -> None:
+    """Its sidecar and the source notice; the source lets go of memory whose owner is gone."""
+    source, target = scene.source, scene.target
+    child = await Child(scene.third).start()
+    try:
+        opened = await child.ask(do="open", pages=DST)
+        descriptor = pb.Descriptor.FromString(bytes.fromhex(opened["descriptor"]))
+        transfer: Any = await soon(source.client.start_transfer(descriptor, {"main": SRC}, ready_pages=2))
+        child.process.kill()
+        with pytest.raises(TransferFailed):
+            await soon(transfer.done)
+        await until(lambda: not source.poster._peers)
+        slot, transfer = await begin(source, target, ready=6)
+        await soon(slot.completed)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.process.kill()
+        await child.process.wait()
+
+
+async def test_the_stream_is_the_only_thread_that_writes(scene: Scene) -> None:
     """`layer` never copies by itself: the engine's thread would wait for it."""
     threads: set[str] = set()
-    async with scene(tmp_path) as (source, target):
-        source.backend._on_launch = lambda group, layer: threads.add(threading.current_thread().name)
-        slot, transfer = await begin(source, target, ready=3)
-        source.step(transfer, 3, 3)
-        await soon(slot.completed)
+    source, target = scene.source, scene.target
+    source.backend._on_launch = lambda group, layer: threads.add(threading.current_thread().name)
+    slot, transfer = await begin(source, target, ready=3)
+    source.step(transfer, 3, 3)
+    await soon(slot.completed)
     assert threads == {"kvmesh-host-stream"}

@@ -1,0 +1,200 @@
+"""The poster against a sidecar played by the test: what it writes, what it counts, what it says, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from kvmesh.errors import InvalidArgument
+from kvmesh.kv.planner import expected_bytes
+from kvmesh.proto.v1 import kvtransfer_pb2 as pb
+from kvmesh.transfer.descriptor import layout_to_proto
+from kvmesh.transfer.posting import BYTES_MASK, GENERATION_SHIFT
+from nvlink_world import WAIT_S, World, layout_of
+
+SRC, DST = [1, 2, 3, 8], [15, 4, 5, 0]
+LAYERS = 3
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    world = World(layout_of(), layout_of(num_pages=20))
+    world.source.rank(0)[:] = np.random.default_rng(1).integers(1, 256, world.source.rank(0).shape)
+    await world.mapped()
+    yield world
+    await world.close()
+
+
+@pytest.mark.parametrize("source_tp", [1, 2, 4])
+@pytest.mark.parametrize("target_tp", [1, 2, 4])
+async def test_every_sharding_lands_byte_exact_and_is_counted_per_rank(source_tp: int, target_tp: int) -> None:
+    world = World(layout_of(source_tp), layout_of(target_tp, num_pages=20))
+    rng = np.random.default_rng(source_tp * 8 + target_tp)
+    whole = rng.integers(1, 256, (LAYERS, 16, 4, 2, 64), dtype=np.uint8)
+    for rank in range(source_tp):
+        heads = 4 // source_tp
+        world.source.rank(rank)[:] = whole[:, :, rank * heads : (rank + 1) * heads]
+    await world.mapped()
+    world.post(7, SRC, DST, ready=1)
+    step = world.step((7, 1, 3))
+    for layer in range(LAYERS):
+        step.layer(layer)
+    ended = await world.next("post_ended")
+    total = int(expected_bytes(world.source.layout, world.target.layout, DST, group="main").sum())
+    assert (ended.transfer_id, ended.bytes, ended.reason) == (7, total, "")
+    for rank in range(target_tp):
+        heads = 4 // target_tp
+        want = np.zeros_like(world.target.rank(rank))
+        want[:, DST] = whole[:, SRC, rank * heads : (rank + 1) * heads]
+        np.testing.assert_array_equal(world.target.rank(rank), want)
+    counted = [int(word) for word in world.words[:, 3]]
+    assert {word >> GENERATION_SHIFT for word in counted} == {9}
+    assert sum(word & BYTES_MASK for word in counted) == total
+    assert np.count_nonzero(world.words) == source_tp
+    await world.close()
+
+
+async def test_the_counter_never_runs_ahead_of_the_bytes(world: World) -> None:
+    """Pages that become ready while a step's layers leave wait for its end: the counter only grows."""
+    page = world.source.layout.page_bytes("main")
+    world.post(7, SRC, DST, generation=(1 << 20) - 1)
+    step = world.step((7, 0, 2))
+    step.layer(0)
+    world.poster.pages_ready(7, 2, 2)
+    await world.settle()
+    assert int(world.words[0, 3]) == ((1 << 20) - 1) << GENERATION_SHIFT | 2 * page
+    assert not world.target.rank(0)[:, DST[2:]].any()
+    step.layer(1)
+    step.layer(2)
+    assert (await world.next("post_ended")).bytes == 4 * LAYERS * page
+    np.testing.assert_array_equal(world.target.rank(0)[:, DST], world.source.rank(0)[:, SRC])
+
+
+async def test_a_stop_in_the_middle_leaves_the_others_of_the_step_alone(world: World) -> None:
+    world.post(7, SRC[:2], DST[:2], slot=1)
+    world.post(8, SRC[2:], DST[2:], slot=2)
+    step = world.step((7, 0, 2), (8, 0, 2), (99, 0, 1))
+    step.layer(0)
+    await world.settle()
+    world.stop(7, "enough")
+    ended = await world.next("post_ended")
+    assert (ended.transfer_id, ended.reason) == (7, "enough")
+    step.layer(1)
+    step.layer(2)
+    ended = await world.next("post_ended")
+    assert (ended.transfer_id, ended.reason) == (8, "")
+    np.testing.assert_array_equal(world.target.rank(0)[:, DST[2:]], world.source.rank(0)[:, SRC[2:]])
+    assert not world.target.rank(0)[1:, DST[:2]].any()
+    page = world.source.layout.page_bytes("main")
+    assert [int(w) & BYTES_MASK for w in world.words[0, 1:3]] == [2 * page, 2 * page * LAYERS]
+
+
+async def test_an_end_is_said_only_behind_what_is_in_flight(world: World) -> None:
+    world.backend.gate.clear()
+    world.post(7, SRC, DST)
+    world.step((7, 0, 4)).layer(0)
+    drained = asyncio.Event()
+    world.poster.when_drained(drained.set, 7)
+    world.stop(7, "no more")
+    world.release()
+    # The poster's thread has had its turns: something else that it does has come through.
+    world.memory(link_id=2)
+    assert (await world.next("peer_mapped")).link_id == 2
+    assert not drained.is_set()
+    world.backend.gate.set()
+    assert (await world.next("post_ended")).reason == "no more"
+    await asyncio.wait_for(drained.wait(), WAIT_S)
+    released = await world.next("peer_released")
+    assert (released.link_id, released.engine_id, released.incarnation) == (1, "d", 5)
+    assert released.control_address == "there:1"
+
+
+async def test_what_cannot_be_claimed_fails_its_transfer(world: World) -> None:
+    for number, entry, layers, text in (
+        (1, (1, 3), None, r"pages \[1, \+3\) of a list of 2"),
+        (2, (0, 1), 5, "a step of 5 layers, the model has 3"),
+    ):
+        world.post(number, [1, 2], [3, 4], slot=number)
+        assert world.step((number, *entry), layers=layers) is None
+        ended = await world.next("post_ended")
+        assert ended.transfer_id == number
+        assert re.search(text, ended.reason)
+    world.post(3, [1, 2], [3, 4], ready=1)
+    assert world.step((3, 0, 1)) is None
+    assert "named before" in (await world.next("post_ended")).reason
+    # Out of range at the destination: nothing of it is written.
+    world.post(4, [1], [400], ready=1)
+    assert "400" in (await world.next("post_ended")).reason
+
+
+async def test_steps_in_order_and_one_at_a_time(world: World) -> None:
+    world.post(7, SRC, DST)
+    first, second = world.step((7, 0, 1)), world.step((7, 1, 1))
+    with pytest.raises(InvalidArgument, match="layer 1 of a step of 3, expected 0"):
+        first.layer(1)
+    first.layer(0)
+    second.layer(0)
+    assert "before the last one's layers were through" in (await world.next("post_ended")).reason
+
+
+async def test_a_link_that_is_not_there(world: World) -> None:
+    world.release()
+    await world.next("peer_released")
+    world.post(7, SRC, DST)
+    ended = await world.next("post_ended")
+    assert (ended.transfer_id, ended.bytes, ended.reason) == (7, 0, "there is no such link any more")
+
+
+async def test_what_is_not_built_is_refused_by_name(world: World) -> None:
+    request = pb.StartTransfer(descriptor=pb.Descriptor(slot=1, generation=1))
+    request.tails.add(name="logits", row=1)
+    post = pb.PostTransfer(transfer_id=7, link_id=1, request=request)
+    world.poster.take(pb.SidecarMessage(post_transfer=post), lambda count: [])
+    assert "tail buffers do not go by nvlink" in (await world.next("post_ended")).reason
+
+
+async def test_memory_that_does_not_fit_is_refused_and_let_go_of(world: World) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    bad = world.target.infos()
+    bad[0].nbytes -= 1
+    for changes, text in (
+        ({"counter_bytes": 8}, "counters of 8 bytes are too few"),
+        ({"link_id": 4}, ""),
+    ):
+        world.memory(**{"link_id": 3, **changes})
+        mapped = await world.next("peer_mapped")
+        assert (mapped.ok, text in mapped.reason) == (not text, True)
+    message = pb.PeerMemory(link_id=6, counter_bytes=world.counters.nbytes, regions=bad)
+    message.layout.CopyFrom(layout_to_proto(world.target.layout))
+    fds = [os.dup(region.fd) for region in (*world.target.regions.values(), world.counters)]
+    world.poster.take(pb.SidecarMessage(peer_memory=message), lambda count: fds)
+    mapped = await world.next("peer_mapped")
+    assert not mapped.ok
+    assert "smaller than its layout" in mapped.reason
+    world.release(4)
+    await world.next("peer_released")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_lost_sidecar_hears_nothing_and_its_successor_what_was_unmapped(world: World) -> None:
+    world.backend.gate.clear()
+    world.post(7, SRC, DST, ready=4)
+    drained = asyncio.Event()
+    world.poster.lost()
+    world.poster.when_drained(drained.set)
+    assert not drained.is_set()
+    world.backend.gate.set()
+    await asyncio.wait_for(drained.wait(), WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        while world.poster._peers or world.poster._mapping:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+    assert world.said.empty()
+    world.poster.connected(world.said.put_nowait)
+    assert (await world.next("peer_released")).link_id == 1
+    assert world.said.empty()
