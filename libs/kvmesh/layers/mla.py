@@ -92,15 +92,18 @@ def prefill_latent(
     latent = layer[chunk.pages].to(torch.float32).view(-1, layer.shape[-1])[:length]
     queries = q.float().transpose(0, 1)
     absorb = up.absorbs(tokens, length) if absorb is None else absorb
+    # Four dimensions, and values as wide as keys: else torch takes a path that holds all scores at once, and is slower.
     if absorb:
         queries = up.into(queries)
-        keys = latent.expand(up.heads, -1, -1)
-        values = keys[..., : up.rank]
+        keys = values = latent.expand(1, up.heads, -1, -1)
     else:
-        keys, values = up.keys(latent), up.values(latent)
+        keys = up.keys(latent)[None]
+        spare = keys.shape[-1] - up.v_dim
+        values = functional.pad(up.values(latent), (0, spare))[None] if spare > 0 else up.values(latent)[None]
     causal = chunk.start == 0
     mask = None if causal else torch.ones((tokens, length), dtype=torch.bool).tril_(chunk.start)
     out = functional.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, is_causal=causal, scale=up.scale
-    )
-    return (up.out_of(out) if absorb else out).transpose(0, 1).to(q.dtype)
+        queries[None], keys, values, attn_mask=mask, is_causal=causal, scale=up.scale
+    )[0]
+    out = up.out_of(out[..., : up.rank]) if absorb else out[..., : up.v_dim]
+    return out.transpose(0, 1).to(q.dtype)

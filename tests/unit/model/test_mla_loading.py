@@ -145,6 +145,28 @@ def test_a_config_that_asks_for_terabytes_is_data_loss(directory: Path, tmp_path
     assert time.process_time() - started < 20
 
 
+def test_the_spelling_of_published_files_is_understood(tmp_path: Path) -> None:
+    """config.json as DeepSeek wrote it for V3: rope_scaling and rope_theta apart, fields that transformers drops."""
+    make_mla(tmp_path / "new", "v3_yarn")
+    raw = json.loads((tmp_path / "new" / "config.json").read_text())
+    rope = raw["rope_parameters"]
+    scaling = {key: rope[key] for key in rope if key not in ("rope_theta", "rope_type")} | {"type": "yarn"}
+    published = {
+        "rope_parameters": ...,
+        "head_dim": ...,
+        "rope_interleave": ...,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": scaling,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "moe_layer_freq": 1,
+        "ep_size": 1,
+        "seq_aux": True,
+        "aux_loss_alpha": 0.001,
+    }
+    assert config_of(changed(tmp_path / "new", tmp_path / "old", **published)) == config_of(tmp_path / "new")
+
+
 def test_layers_beyond_the_configs_are_not_read(v3: Path, tmp_path: Path) -> None:
     """A V3 file carries layers for predicting several tokens after the model's own."""
     runner = TorchRunner.load(str(changed(v3, tmp_path / "m", num_hidden_layers=2)), "fp32")

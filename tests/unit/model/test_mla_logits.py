@@ -62,9 +62,10 @@ def test_mixed_step_equals_separate_steps(tiny: TorchRunner) -> None:
     assert_close(bench.logits(*slices), torch.cat(expected))
 
 
+@pytest.mark.parametrize("v_dim", [7, 16, 20])
 @pytest.mark.parametrize("start", [0, 1, 15, 40])
-def test_both_forms_of_prefill_are_one(start: int) -> None:
-    heads, nope, rope, v_dim, rank, page = 3, 10, 6, 7, 24, 4
+def test_both_forms_of_prefill_are_one(start: int, v_dim: int) -> None:
+    heads, nope, rope, rank, page = 3, 10, 6, 24, 4
     generator = torch.Generator().manual_seed(start)
     weight = torch.randn((heads * (nope + v_dim), rank), generator=generator)
     layer = torch.randn((20, page, rank + rope), generator=generator)
