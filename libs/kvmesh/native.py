@@ -64,16 +64,24 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _compile(source: Path, flags: Sequence[str], *, again: bool = False) -> Path:
-    """The library, from the cache unless `again`."""
+def compiled(
+    source: Path, flags: Sequence[str], *, link: Sequence[str] = (), extra: str = "", again: bool = False
+) -> Path:
+    """The library made of `source`, from the cache unless `again`.
+
+    link: what to link to it, without the flags. extra: what else it depends on. Raises NativeUnavailable.
+    """
     compiler, cache = _compiler(), _cache_dir()
-    identity = "\0".join([source.read_text(encoding="utf-8"), _run([compiler, "--version"]), _cpu(), *flags])
+    identity = "\0".join(
+        [source.read_text(encoding="utf-8"), _run([compiler, "--version"]), _cpu(), extra, *flags, *link]
+    )
     target = cache / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
     if target.exists() and not again:
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        library = Path(scratch) / "built.so"
-        _run([compiler, *flags, "-shared", str(source), "-o", str(library)])
+        built, library = Path(scratch) / "built.o", Path(scratch) / "built.so"
+        _run([compiler, *flags, "-c", str(source), "-o", str(built)])
+        _run([compiler, "-shared", str(built), "-o", str(library), *link])
         # On disk before it has its name: after a power cut the name must not stand for half a file.
         with library.open("rb") as file:
             os.fsync(file.fileno())
@@ -83,16 +91,16 @@ def _compile(source: Path, flags: Sequence[str], *, again: bool = False) -> Path
     return target
 
 
-def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
-    """Compile where needed, and load. Blocks for seconds the first time. NativeUnavailable says why not."""
+def load(source: Path, flags: Sequence[str], *, link: Sequence[str] = (), extra: str = "") -> ctypes.CDLL:
+    """Compile where needed (see `compiled`) and load. Blocks for seconds at first. NativeUnavailable says why not."""
     if os.environ.get("KVMESH_NATIVE", "1") == "0":
         raise NativeUnavailable("switched off by KVMESH_NATIVE=0")
     try:
-        path = _compile(source, flags)
+        path = compiled(source, flags, link=link, extra=extra)
         try:
             return ctypes.CDLL(str(path))
         except OSError as error:
             _log.warning("compiling %s again: %s", source.name, error)
-            return ctypes.CDLL(str(_compile(source, flags, again=True)))
+            return ctypes.CDLL(str(compiled(source, flags, link=link, extra=extra, again=True)))
     except OSError as error:
         raise NativeUnavailable(f"cannot load {source.name}: {error}") from None

@@ -1,0 +1,65 @@
+"""A process without descriptors pauses instead of spinning, and accepts again when it has some."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvmesh.transfer.transports.sockets import listener
+from kvmesh.transfer.transports.sockets.listener import Listener, listen_unix
+
+
+class Exhausted(socket.socket):
+    """Accepts nobody `left` times."""
+
+    left = 0
+    refusals = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.left:
+            self.left -= 1
+            self.refusals += 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+async def test_without_descriptors_it_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "PAUSE_S", 0.05)
+    path = tmp_path / "door"
+    server = Exhausted(fileno=listen_unix(path).detach())
+    server.left = 3
+    came: asyncio.Queue[socket.socket] = asyncio.Queue()
+    door = Listener(server, came.put_nowait)
+    client = socket.socket(socket.AF_UNIX)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, os.fspath(path))
+    async with asyncio.timeout(60):
+        sock = await came.get()
+    assert server.refusals == 3
+    sock.close()
+    client.close()
+    door.close()
+    door.close()
+
+
+async def test_closing_in_the_pause_is_the_end(tmp_path: Path) -> None:
+    server = Exhausted(fileno=listen_unix(tmp_path / "door").detach())
+    server.left = 1 << 30
+    door = Listener(server, lambda sock: sock.close())
+    client = socket.socket(socket.AF_UNIX)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, os.fspath(tmp_path / "door"))
+    async with asyncio.timeout(60):
+        while not server.refusals:
+            await asyncio.sleep(0.001)
+    door.close()
+    count = server.refusals
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert server.refusals == count
+    client.close()
