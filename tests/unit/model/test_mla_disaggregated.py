@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from disagg_kit import disaggregated
+from kvmesh.engine.failures import SequencesFailed
 from kvmesh.engine.runner import StepBatch
 from kvmesh.engine.torch_runner import TorchRunner
 from mla_tiny import MLA_TINY, make_mla
@@ -117,3 +118,18 @@ def test_stale_kv_that_is_nan_harms_nobody(directory: Path, batched: bool) -> No
     slices = [bench.slice(PROMPT[n - 1 : n], n - 1, table) for n, table in tables.items()]
     got = bench.logits(*slices) if batched else torch.cat([bench.logits(each) for each in slices])
     assert_close(got, expected)
+
+
+def test_a_sequence_whose_latents_are_nan_fails_alone(directory: Path) -> None:
+    """Its row goes through the router and the experts with the others' and must not touch them."""
+    bench = Bench(TorchRunner.load(str(directory), "fp32"))
+    bench.region[:] = b"\xff" * len(bench.region)
+    sick, well = bench.table(18), bench.table(18)
+    bench.run(PROMPT[:17], 17, well)
+    alone = bench.logits(bench.slice([PROMPT[17]], 17, well))
+    slices = [bench.slice([9], 17, sick, seq_id=1), bench.slice([PROMPT[17]], 17, well, seq_id=2)]
+    assert_close(bench.logits(*slices)[1:], alone)
+    with pytest.raises(SequencesFailed, match="not finite") as caught:
+        bench.runner.execute(StepBatch(1, slices))
+    assert caught.value.seq_ids == {1}
+    assert [part.token_ids for part in caught.value.result.slices] == [[int(alone[0].argmax())]]
