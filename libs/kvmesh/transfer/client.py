@@ -378,6 +378,9 @@ class SidecarClient:
 
     def send_tail(self, handle: TransferHandle) -> None:
         """The transfer's tail rows are written: send them. Once."""
+        if self._poster is not None and handle.transport in self._poster.transports:
+            self._poster.tail_ready(handle.transfer_id)
+            return
         self._send(pb.EngineMessage(send_tail=pb.SendTail(transfer_id=handle.transfer_id)))
 
     async def cancel_transfer(self, handle: TransferHandle, reason: str) -> None:

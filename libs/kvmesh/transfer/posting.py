@@ -33,6 +33,9 @@ class Poster(Protocol):
     def pages_ready(self, transfer_id: int, first: int, count: int) -> None:
         """These pages of a transfer are complete in all layers."""
 
+    def tail_ready(self, transfer_id: int) -> None:
+        """Its tail rows are written."""
+
     def when_drained(self, done: Callable[[], None], transfer_id: int | None = None) -> None:
         """Call `done` on the loop once nothing of that transfer (None: of any that there is now) is in flight; at once
         where nothing is."""

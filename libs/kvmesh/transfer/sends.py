@@ -273,6 +273,8 @@ class SendTable:
         if send is None or send.state is not SendState.RUNNING:
             self.stale_entries += 1
             return
+        if send.outbound.hands_over:
+            return
         if send.tail_claimed or not send.tails:
             self.stop(transfer_id, "its tail was named before" if send.tails else "it has no tail")
             return

@@ -16,23 +16,25 @@ from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.descriptor import layout_to_proto
 from kvmesh.transfer.immediate import MAX_SLOTS
 from kvmesh.transfer.posting import WORD_BYTES
+from kvmesh.transfer.tail import TailBuffer, region_sizes
 
 WAIT_S = 60.0
 
 
-def layout_of(tp: int = 1, num_pages: int = 16, layers: int = 3, heads: int = 4) -> KvLayout:
-    group = KvGroup("main", "full", tuple(range(layers)), kv_heads=heads, head_dim=8)
-    return KvLayout(version=1, dtype="bf16", page_size=4, groups=(group,), num_pages=num_pages, tp=tp)
+def layout_of(tp: int = 1, num_pages: int = 16, page_size: int = 4) -> KvLayout:
+    """Three layers, four heads of 16 bytes a token and plane."""
+    group = KvGroup("main", "full", (0, 1, 2), kv_heads=4, head_dim=8)
+    return KvLayout(version=1, dtype="bf16", page_size=page_size, groups=(group,), num_pages=num_pages, tp=tp)
 
 
 class Memory:
     """All ranks' regions of one engine."""
 
-    def __init__(self, layout: KvLayout) -> None:
+    def __init__(self, layout: KvLayout, tails: Sequence[TailBuffer] = ()) -> None:
         self.layout = layout
         self.regions = {
-            (group.name, rank): Region.create(group.name, layout.region_bytes(group))
-            for group in layout.groups
+            (name, rank): Region.create(name, nbytes)
+            for name, nbytes in region_sizes(layout, tails).items()
             for rank in range(layout.tp)
         }
 
@@ -45,6 +47,10 @@ class Memory:
     def infos(self) -> list[pb.RegionInfo]:
         return [pb.RegionInfo(group=g, rank=r, nbytes=x.nbytes) for (g, r), x in self.regions.items()]
 
+    def tail(self, name: str, rank: int, row_bytes: int) -> Any:
+        """(rows, row_bytes)."""
+        return self.regions[name, rank].view().reshape(-1, row_bytes)
+
     def close(self) -> None:
         for region in self.regions.values():
             region.close()
@@ -53,13 +59,20 @@ class Memory:
 class World:
     """source and target memory; `said` is what the poster tells its sidecar."""
 
-    def __init__(self, source: KvLayout, target: KvLayout) -> None:
-        self.source = Memory(source)
-        self.target = Memory(target)
+    def __init__(
+        self,
+        source: KvLayout,
+        target: KvLayout,
+        source_tails: Sequence[TailBuffer] = (),
+        target_tails: Sequence[TailBuffer] = (),
+    ) -> None:
+        self.source = Memory(source, source_tails)
+        self.target = Memory(target, target_tails)
+        self.target_tails = tuple(target_tails)
         self.counters = Region.create("counters", source.tp * MAX_SLOTS * WORD_BYTES)
         self.words = self.counters.view("u8").reshape(source.tp, MAX_SLOTS)
         self.backend = HostBackend(self.source.regions)
-        self.poster = NvlinkPoster(source, self.backend)
+        self.poster = NvlinkPoster(source, self.backend, source_tails)
         self.said: asyncio.Queue[pb.EngineMessage] = asyncio.Queue()
         self.poster.connected(self.said.put_nowait)
 
@@ -75,7 +88,7 @@ class World:
             engine_id="d",
             incarnation=5,
             control_address="there:1",
-            layout=layout_to_proto(self.target.layout),
+            layout=layout_to_proto(self.target.layout, self.target_tails),
             regions=self.target.infos(),
             counter_bytes=self.counters.nbytes,
         )
@@ -96,11 +109,20 @@ class World:
         ready: int = 0,
         slot: int = 3,
         generation: int = 9,
+        first_block: int = 0,
+        num_tokens: int = 0,
+        kept: Sequence[int] = (),
+        tails: Sequence[tuple[str, int, int]] = (),
     ) -> None:
-        descriptor = pb.Descriptor(slot=slot, generation=generation)
+        """tails: (name, source's row, destination's row)."""
+        descriptor = pb.Descriptor(slot=slot, generation=generation, first_block=first_block, num_tokens=num_tokens)
         descriptor.groups.add(group="main", pages=dst)
         request = pb.StartTransfer(descriptor=descriptor, ready_pages=ready)
-        request.pages.add(group="main", pages=src)
+        request.pages.add(group="main", pages=src, kept=kept)
+        for name, here, there in tails:
+            request.tails.add(name=name, row=here)
+            descriptor.tails.add(name=name, row=there)
+        request.descriptor.CopyFrom(descriptor)
         post = pb.PostTransfer(transfer_id=transfer_id, link_id=1, request=request)
         self.poster.take(pb.SidecarMessage(post_transfer=post), lambda count: [])
 

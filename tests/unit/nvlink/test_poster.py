@@ -15,6 +15,7 @@ from kvmesh.kv.planner import expected_bytes
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.descriptor import layout_to_proto
 from kvmesh.transfer.posting import BYTES_MASK, GENERATION_SHIFT
+from kvmesh.transfer.tail import TailBuffer
 from nvlink_world import WAIT_S, World, layout_of
 
 SRC, DST = [1, 2, 3, 8], [15, 4, 5, 0]
@@ -150,12 +151,80 @@ async def test_a_link_that_is_not_there(world: World) -> None:
     assert (ended.transfer_id, ended.bytes, ended.reason) == (7, 0, "there is no such link any more")
 
 
-async def test_what_is_not_built_is_refused_by_name(world: World) -> None:
-    request = pb.StartTransfer(descriptor=pb.Descriptor(slot=1, generation=1))
-    request.tails.add(name="logits", row=1)
-    post = pb.PostTransfer(transfer_id=7, link_id=1, request=request)
-    world.poster.take(pb.SidecarMessage(post_transfer=post), lambda count: [])
-    assert "tail buffers do not go by nvlink" in (await world.next("post_ended")).reason
+@pytest.mark.parametrize(("here", "there"), [(4, 8), (8, 4), (4, 4)])
+async def test_pages_of_unequal_size_and_a_first_block(here: int, there: int) -> None:
+    """Tokens 8..21 of a sequence, page by page of the source."""
+    world = World(layout_of(page_size=here), layout_of(num_pages=20, page_size=there))
+    world.source.rank(0)[:] = np.random.default_rng(3).integers(1, 256, world.source.rank(0).shape)
+    await world.mapped()
+    first, end = 8, 22
+    count = -(-end // here) - first // here
+    src, dst = [7, 2, 9, 5][:count], [3, 11, 12, 6][: -(-end // there) - first // there]
+    world.post(7, src, dst, first_block=first // there, num_tokens=end)
+    for page in range(count):
+        step = world.step((7, page, 1))
+        for layer in range(LAYERS):
+            step.layer(layer)
+    ended = await world.next("post_ended")
+    assert ended.reason == ""
+
+    def tokens(memory: np.ndarray, pages: list[int], size: int) -> np.ndarray:
+        """(layers, heads, 2, tokens, bytes)."""
+        lines = memory.reshape(*memory.shape[:4], size, 16)[:, pages]
+        return np.moveaxis(lines, 1, 3).reshape(LAYERS, 4, 2, -1, 16)
+
+    want, got = tokens(world.source.rank(0), src, here), tokens(world.target.rank(0), dst, there)
+    np.testing.assert_array_equal(got[:, :, :, : end - first], want[:, :, :, : end - first])
+    # Pages of equal size are written whole.
+    sent = count * here if here == there else end - first
+    assert ended.bytes == LAYERS * 4 * 2 * sent * 16
+    await world.close()
+
+
+async def test_kept_pages_leave_with_the_last_claim_compacted(world: World) -> None:
+    world.post(7, SRC, DST[:2], num_tokens=16, kept=[1, 3])
+    first, second = world.step((7, 0, 2)), world.step((7, 2, 2))
+    for layer in range(LAYERS):
+        first.layer(layer)
+    await world.settle()
+    assert not world.target.rank(0).any()
+    for layer in range(LAYERS):
+        second.layer(layer)
+    ended = await world.next("post_ended")
+    assert (ended.bytes, ended.reason) == (2 * LAYERS * world.source.layout.page_bytes("main"), "")
+    np.testing.assert_array_equal(world.target.rank(0)[:, DST[:2]], world.source.rank(0)[:, [SRC[1], SRC[3]]])
+
+
+async def test_tail_rows_go_once_and_are_counted() -> None:
+    here, there = TailBuffer("logits", 48, 4), TailBuffer("logits", 48, 6)
+    world = World(layout_of(), layout_of(tp=2), [here], [there])
+    world.source.tail("logits", 0, 48)[:] = np.random.default_rng(5).integers(1, 256, (4, 48))
+    await world.mapped()
+    world.post(7, SRC, DST, tails=[("logits", 2, 5)])
+    step = world.step((7, 0, 4))
+    step.layer(0)
+    # Behind the step: the counter only grows.
+    world.poster.tail_ready(7)
+    step.layer(1)
+    await world.settle()
+    assert not world.target.tail("logits", 1, 48).any()
+    step.layer(2)
+    ended = await world.next("post_ended")
+    assert (ended.bytes, ended.reason) == (4 * LAYERS * 512 + 2 * 48, "")
+    assert int(world.words[0, 3]) & BYTES_MASK == ended.bytes
+    for rank in range(2):
+        rows = world.target.tail("logits", rank, 48)
+        np.testing.assert_array_equal(rows[5], world.source.tail("logits", 0, 48)[2])
+        assert not rows[:5].any()
+    world.post(8, SRC, DST, ready=4, tails=[("logits", 0, 0)])
+    world.poster.tail_ready(8)
+    assert (await world.next("post_ended")).reason == ""
+    world.post(9, SRC, DST)
+    world.poster.tail_ready(9)
+    assert (await world.next("post_ended")).reason == "it has no tail"
+    world.post(10, SRC, DST, tails=[("logits", 9, 0)])
+    assert "row 9 of 'logits' is not one of 4" in (await world.next("post_ended")).reason
+    await world.close()
 
 
 async def test_memory_that_does_not_fit_is_refused_and_let_go_of(world: World) -> None:

@@ -12,17 +12,18 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvmesh.engine.nvlink.backend import Backend
-from kvmesh.engine.nvlink.rows import Claim, Peer, Transfer, batch_of, check_peer, claim, transfer_of
+from kvmesh.engine.nvlink.rows import Claim, Peer, Transfer, batch_of, check_peer, claim, tail_batch, transfer_of
 from kvmesh.engine.nvlink.steps import Step, places_of
 from kvmesh.errors import InvalidArgument, KvmeshError
 from kvmesh.kv.fds import close_fds
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.ring import StepRecord
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
+from kvmesh.transfer.tail import TailBuffer
 
 log = logging.getLogger(__name__)
 MIN_SLEEP_S = 20e-6
@@ -35,8 +36,9 @@ class NvlinkPoster:
 
     transports = ("nvlink",)
 
-    def __init__(self, layout: KvLayout, backend: Backend) -> None:
+    def __init__(self, layout: KvLayout, backend: Backend, tails: Sequence[TailBuffer] = ()) -> None:
         self._layout = layout
+        self._tails = tuple(tails)
         self._backend = backend
         self._places = places_of(layout)
         self._lock = threading.RLock()
@@ -91,10 +93,16 @@ class NvlinkPoster:
         with self._changed:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None and count:
-                if transfer.step is not None:
-                    transfer.deferred.append((first, count))
-                else:
-                    self._post_ready(transfer, first, count)
+                transfer.deferred.append((first, count))
+                self._post_deferred(transfer)
+
+    def tail_ready(self, transfer_id: int) -> None:
+        """See Poster."""
+        with self._changed:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is not None:
+                transfer.deferred.append(None)
+                self._post_deferred(transfer)
 
     def when_drained(self, done: Callable[[], None], transfer_id: int | None = None) -> None:
         """See Poster."""
@@ -169,8 +177,7 @@ class NvlinkPoster:
         mark = self._backend.mark() if transfers else None
         for transfer in transfers:
             transfer.mark = mark
-            while over and transfer.deferred and transfer.stopped is None:
-                self._post_ready(transfer, *transfer.deferred.pop(0))
+            self._post_deferred(transfer)
         if over:
             self._changed.notify()
 
@@ -190,13 +197,36 @@ class NvlinkPoster:
                 self._say(pb.EngineMessage(post_ended=_ended(post.transfer_id, 0, "there is no such link any more")))
                 return
             try:
-                transfer = transfer_of(post, peer, self._layout)
+                transfer = transfer_of(post, peer, self._layout, self._tails)
             except KvmeshError as error:
                 self._say(pb.EngineMessage(post_ended=_ended(post.transfer_id, 0, error.message)))
                 return
             self._transfers[post.transfer_id] = transfer
             if post.request.ready_pages:
                 self._post_ready(transfer, 0, post.request.ready_pages)
+
+    def _post_deferred(self, transfer: Transfer) -> None:
+        """What became ready while no step of the transfer is under way."""
+        while transfer.deferred and transfer.stopped is None and not transfer.open_steps:
+            pages = transfer.deferred.pop(0)
+            if pages is None:
+                self._post_tail(transfer)
+            else:
+                self._post_ready(transfer, *pages)
+
+    def _post_tail(self, transfer: Transfer) -> None:
+        if transfer.tail_claimed or not transfer.tails:
+            self._stop(transfer, "its tail was named before" if transfer.tails else "it has no tail")
+            return
+        transfer.tail_claimed = True
+        batch, nbytes = tail_batch(transfer, self._layout, self._backend)
+        self._backend.after_compute()
+        self._backend.launch(self._backend.prepare(batch), 0, 0, 1, 0)
+        for rank, size in nbytes.items():
+            transfer.posted[rank] = transfer.posted.get(rank, 0) + size
+            transfer.planned += size
+        transfer.mark = self._backend.mark()
+        self._changed.notify()
 
     def _post_ready(self, transfer: Transfer, first: int, count: int) -> None:
         """All layers at once: a launch a group."""
@@ -255,10 +285,10 @@ class NvlinkPoster:
     def _map(self, message: pb.PeerMemory, fds: list[int], epoch: int) -> None:
         reason = ""
         try:
-            layout = check_peer(message, self._layout)
+            layout, tails = check_peer(message, self._layout)
             mapping = self._backend.open_peer(message.regions, fds, message.counter_bytes)
             with self._changed:
-                self._peers[message.link_id] = peer = Peer(message, layout, mapping)
+                self._peers[message.link_id] = peer = Peer(message, layout, tails, mapping)
                 if epoch != self._epoch:
                     peer.releasing = "the sidecar is lost"
         except KvmeshError as error:

@@ -15,6 +15,8 @@ from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.descriptor import layout_from_proto
 from kvmesh.transfer.immediate import MAX_SLOTS
 from kvmesh.transfer.posting import GENERATION_SHIFT, WORD_BYTES
+from kvmesh.transfer.sends import check_lists
+from kvmesh.transfer.tail import TailBuffer, region_sizes, rows_from_proto, tail_feeds, tails_from_proto
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +25,7 @@ class Peer:
 
     message: pb.PeerMemory
     layout: KvLayout
+    tails: tuple[TailBuffer, ...]
     mapping: PeerMapping
     releasing: str | None = None
 
@@ -38,15 +41,17 @@ class Peer:
         raise FailedPrecondition(f"the destination has no region of group {group!r} rank {rank}")
 
 
-def check_peer(message: pb.PeerMemory, source: KvLayout) -> KvLayout:
-    """The peer's layout, where its regions and counters are what the layouts need. Raises InvalidArgument."""
+def check_peer(message: pb.PeerMemory, source: KvLayout) -> tuple[KvLayout, tuple[TailBuffer, ...]]:
+    """The peer's layout and tail buffers, where its regions and counters are what they need. Raises InvalidArgument."""
     layout = layout_from_proto(message.layout)
+    tails = tails_from_proto(message.layout, layout)
+    sizes = region_sizes(layout, tails)
     for info in message.regions:
-        if info.group in {group.name for group in layout.groups} and info.nbytes < layout.region_bytes(info.group):
+        if info.nbytes < sizes.get(info.group, 0):
             raise InvalidArgument(f"the destination's region {info.group!r} is smaller than its layout")
     if message.counter_bytes < source.tp * MAX_SLOTS * WORD_BYTES:
         raise InvalidArgument(f"counters of {message.counter_bytes} bytes are too few for {source.tp} ranks")
-    return layout
+    return layout, tails
 
 
 @dataclass(slots=True, eq=False)
@@ -71,13 +76,22 @@ class Transfer:
     generation: int
     src_pages: dict[str, list[int]]
     dst_pages: dict[str, list[int]]
+    # Tokens [first_token, end_token) of the sequence; kept: groups of which only these positions are sent, compacted,
+    # with the last claim; tails: (source's row, destination's row, bytes).
+    first_token: int
+    end_token: int
+    kept: dict[str, list[int]]
+    tails: dict[str, tuple[int, int, int]]
     stopped: str | None = None
     planned: int = 0
     posted: dict[int, int] = field(default_factory=dict)
     mark: object = None
-    # The step whose layers are leaving now, and pages that wait for its end: the counter only grows.
+    # The step whose layers are leaving now; steps that are not through; what waits for their end, since the counter
+    # only grows: pages, or None for the tail.
     step: object = None
-    deferred: list[tuple[int, int]] = field(default_factory=list)
+    open_steps: int = 0
+    deferred: list[tuple[int, int] | None] = field(default_factory=list)
+    tail_claimed: bool = False
     # Of a sidecar that is gone: nobody is told of its end.
     orphan: bool = False
     claimed: bytearray = field(default_factory=bytearray)
@@ -89,8 +103,13 @@ class Transfer:
 
     @property
     def complete(self) -> bool:
-        """Every page is claimed and every claim launched in all its layers."""
-        return all(self.claimed) and self.total == self.planned
+        """Every page and the tail are claimed, and every claim launched in all its layers."""
+        return all(self.claimed) and self.total == self.planned and (self.tail_claimed or not self.tails)
+
+    @property
+    def draw(self) -> int:
+        """Chooses among source replicas, as the sidecars' own transports do."""
+        return self.slot + self.generation
 
     def counter(self, rank: int) -> int:
         """Address of the word that counts for a source rank."""
@@ -102,57 +121,97 @@ class Transfer:
         return word - (1 << 64) if word >> 63 else word
 
 
-def transfer_of(post: pb.PostTransfer, peer: Peer, layout: KvLayout) -> Transfer:
-    """What a PostTransfer asks for. The sidecar has checked it; what this poster cannot do is refused by name
-    (FailedPrecondition, InvalidArgument)."""
+def transfer_of(post: pb.PostTransfer, peer: Peer, layout: KvLayout, tails: Sequence[TailBuffer]) -> Transfer:
+    """What a PostTransfer asks for. tails: those of the source. Raises InvalidArgument (the sidecar has checked it)."""
     request, descriptor = post.request, post.request.descriptor
-    if request.tails or descriptor.tails:
-        raise FailedPrecondition("tail buffers do not go by nvlink yet")
-    if any(entry.kept for entry in request.pages):
-        raise FailedPrecondition("lists of kept pages do not go by nvlink yet")
-    if layout.page_size != peer.layout.page_size:
-        raise FailedPrecondition("pages of unequal size do not go by nvlink yet")
     src = {entry.group: list(entry.pages) for entry in request.pages}
     dst = {entry.group: list(entry.pages) for entry in descriptor.groups}
-    names = {group.name for group in layout.groups}
-    counts = {len(pages) for pages in (*src.values(), *dst.values())}
-    if set(src) != names or set(dst) != names or len(counts) != 1:
-        raise InvalidArgument("a transfer needs page lists of one length for every group")
-    transfer = Transfer(post.transfer_id, peer, descriptor.slot, descriptor.generation, src, dst)
-    transfer.claimed = bytearray(counts.pop())
+    kept = {entry.group: list(entry.kept) for entry in request.pages if entry.kept}
+    if set(src) != {group.name for group in layout.groups}:
+        raise InvalidArgument(f"page lists are of groups {sorted(src)}")
+    first = descriptor.first_block * peer.layout.page_size
+    end, count = check_lists(layout, peer.layout, src, dst, first, descriptor.num_tokens or None, kept)
+    here, there = rows_from_proto(request.tails, tails), rows_from_proto(descriptor.tails, peer.tails)
+    sizes = {tail.name: tail.row_bytes for tail in tails}
+    if here.keys() != there.keys() or any(t.row_bytes != sizes[t.name] for t in peer.tails if t.name in here):
+        raise InvalidArgument(f"tails {sorted(here)} for {sorted(there)}, or of another size")
+    rows = {name: (row, there[name], sizes[name]) for name, row in here.items()}
+    transfer = Transfer(
+        post.transfer_id, peer, descriptor.slot, descriptor.generation, src, dst, first, end, kept, rows
+    )
+    transfer.claimed = bytearray(count)
     return transfer
 
 
 def claim(transfer: Transfer, layout: KvLayout, backend: Backend, first: int, count: int) -> Claim:
-    """Take pages [first, first + count) of the transfer's lists, once. Raises InvalidArgument."""
+    """Take pages [first, first + count) of the source's lists, once. Raises InvalidArgument."""
     if first < 0 or count < 1 or first + count > len(transfer.claimed):
         raise InvalidArgument(f"pages [{first}, +{count}) of a list of {len(transfer.claimed)}")
     if any(transfer.claimed[first : first + count]):
         raise InvalidArgument(f"a page of [{first}, +{count}) was named before")
-    peer = transfer.peer
-    rows: dict[str, GroupRows] = {}
-    nbytes: dict[tuple[str, int], int] = {}
-    for group in layout.groups:
-        columns = plan(
-            layout,
-            peer.layout,
-            transfer.src_pages[group.name][first : first + count],
-            transfer.dst_pages[group.name][first : first + count],
-            group=group,
-            replica_draw=transfer.slot + transfer.generation,
-            max_message=backend.max_row,
-        )
-        src, dst = columns.src_offset.copy(), columns.dst_offset.copy()
-        for src_rank, dst_rank, chosen in columns.pairs():
-            src[chosen] += backend.base(group.name, src_rank)
-            dst[chosen] += peer.base(group.name, dst_rank)
-            key = (group.name, src_rank)
-            nbytes[key] = nbytes.get(key, 0) + int(columns.length[chosen].sum())
-        stride = np.full(len(src), peer.layout.layer_stride(group), dtype=np.int64)
-        rows[group.name] = GroupRows(src, dst, columns.length, stride, layout.layer_stride(group))
     transfer.claimed[first : first + count] = b"\1" * count
-    transfer.planned += sum(n * layout.group(name).num_layers for (name, _), n in nbytes.items())
-    return Claim(transfer, rows, nbytes)
+    taken = Claim(transfer, {}, {})
+    for group in layout.groups:
+        if group.name not in transfer.kept:
+            _plan(taken, layout, backend, group.name, first, count)
+        elif all(transfer.claimed):
+            _plan(taken, layout, backend, group.name, 0, len(transfer.claimed))
+    transfer.planned += sum(n * layout.group(name).num_layers for (name, _), n in taken.nbytes.items())
+    return taken
+
+
+def _plan(taken: Claim, layout: KvLayout, backend: Backend, name: str, first: int, count: int) -> None:
+    """Rows of one group for source pages [first, first + count)."""
+    transfer, peer = taken.transfer, taken.transfer.peer
+    here, there = layout.page_size, peer.layout.page_size
+    kept = transfer.kept.get(name)
+    # Tokens of the claim, and the pages at the destination that they fall into.
+    start = (transfer.first_token // here + first) * here
+    begin, end = max(start, transfer.first_token), min(start + count * here, transfer.end_token)
+    if kept is not None:
+        end = begin + len(kept) * here
+    at = (begin - transfer.first_token) // there
+    columns = plan(
+        layout,
+        peer.layout,
+        transfer.src_pages[name][first : first + count],
+        transfer.dst_pages[name][at : -(-(end - transfer.first_token) // there)],
+        group=name,
+        first_token=begin,
+        num_tokens=end - begin,
+        src_start=start,
+        dst_start=transfer.first_token + at * there,
+        kept_pages=kept,
+        replica_draw=transfer.draw,
+        max_message=backend.max_row,
+    )
+    src, dst = columns.src_offset.copy(), columns.dst_offset.copy()
+    for src_rank, dst_rank, chosen in columns.pairs():
+        src[chosen] += backend.base(name, src_rank)
+        dst[chosen] += peer.base(name, dst_rank)
+        key = (name, src_rank)
+        taken.nbytes[key] = taken.nbytes.get(key, 0) + int(columns.length[chosen].sum())
+    stride = np.full(len(src), peer.layout.layer_stride(name), dtype=np.int64)
+    taken.rows[name] = GroupRows(src, dst, columns.length, stride, layout.layer_stride(name))
+
+
+def tail_batch(transfer: Transfer, layout: KvLayout, backend: Backend) -> tuple[Batch, dict[int, int]]:
+    """All tail rows of a transfer as one launch, and the bytes of each source rank."""
+    src: list[int] = []
+    dst: list[int] = []
+    length: list[int] = []
+    nbytes: dict[int, int] = {}
+    for name, (here, there, size) in transfer.tails.items():
+        for src_rank, dst_rank in tail_feeds(layout.tp, transfer.peer.layout.tp, transfer.draw):
+            src.append(backend.base(name, src_rank) + here * size)
+            dst.append(transfer.peer.base(name, dst_rank) + there * size)
+            length.append(size)
+            nbytes[src_rank] = nbytes.get(src_rank, 0) + size
+    columns = [np.asarray(column, dtype=np.int64) for column in (src, dst, length)]
+    rows = GroupRows(columns[0], columns[1], columns[2], np.zeros(len(src), dtype=np.int64), 0)
+    counters = [transfer.counter(rank) for rank in nbytes]
+    values = [transfer.word(transfer.posted.get(rank, 0) + size) for rank, size in nbytes.items()]
+    return Batch([rows], np.asarray(counters, dtype=np.int64), np.asarray([values], dtype=np.int64)), nbytes
 
 
 def batch_of(
@@ -162,7 +221,10 @@ def batch_of(
     transfer's counters stand at before the first."""
     groups: list[GroupRows | None] = []
     for group in layout.groups:
-        parts = [item.rows[group.name] for item in claims]
+        parts = [item.rows[group.name] for item in claims if group.name in item.rows]
+        if not parts:
+            groups.append(None)
+            continue
         columns = [np.concatenate([getattr(part, name) for part in parts]) for name in ("src", "dst", "length")]
         stride = np.concatenate([part.dst_stride for part in parts])
         groups.append(GroupRows(columns[0], columns[1], columns[2], stride, layout.layer_stride(group)))

@@ -53,6 +53,8 @@ class Step:
         self._prepared: object = None
         self._prepared_at = 0
         self._live: list[Claim] = []
+        for item in claims:
+            item.transfer.open_steps += 1
 
     @property
     def transfers(self) -> list[Transfer]:
@@ -75,7 +77,8 @@ class Step:
                 self._launch(live, number)
             over = self._next == len(self._places)
             if over:
-                for item in live:
+                for item in self._claims:
+                    item.transfer.open_steps -= 1
                     item.transfer.step = None
             self._launched([item.transfer for item in live], over)
 
