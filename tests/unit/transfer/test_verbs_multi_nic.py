@@ -21,7 +21,7 @@ from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.transports.base import Completion, EngineMemory, Expected, Inbound, Write
 from kvmesh.transfer.transports.rails import RailsInbound, RailsOutbound
-from kvmesh.transfer.transports.verbs import VerbsOptions, VerbsTransport, endpoint, nics
+from kvmesh.transfer.transports.verbs import VerbsOptions, VerbsTransport, endpoint, faults, nics
 from kvmesh.transfer.transports.verbs.device import Device
 from kvmesh.transfer.transports.verbs.inbound import VerbsInbound
 from kvmesh.transfer.transports.verbs.registrations import MAX_IDLE, Made, MemoryKey, Registrations
@@ -276,7 +276,7 @@ async def test_a_pair_that_failed_while_its_ports_say_they_are_up(
     assert [completion.error for completion in again.drain()] == [""]
     await again.close()
 
-    monkeypatch.setattr(endpoint, "FAULT_S", 0.0)
+    monkeypatch.setattr(faults, "FAULT_S", -1.0)
     later = await Link(link.source, link.target, 3).open()
     assert later.pairs() == [("a0", "b0", True), ("a1", "b1", True)]
     await later.close()
@@ -285,7 +285,7 @@ async def test_a_pair_that_failed_while_its_ports_say_they_are_up(
 async def test_where_all_pairs_failed_all_are_tried(world: World) -> None:
     link = await world.link(2, 2)
     for name in ("0", "1"):
-        link.source.transport._faults[77, 0, f"a{name}", f"b{name}"] = 1e18
+        link.source.transport._faults.add(pb.PeerHelloReply(sidecar_incarnation=77), f"a{name}", f"b{name}")
     await link.open()
     assert [used for _, _, used in link.pairs()] == [True, True]
     await link.close()
@@ -293,14 +293,9 @@ async def test_where_all_pairs_failed_all_are_tried(world: World) -> None:
 
 async def test_faults_are_forgotten_with_the_life_of_the_destination_and_bounded(world: World) -> None:
     link = await world.link(2, 2)
-    for life in range(endpoint.MAX_FAULTS + 10):
-        link.source.transport._fault(
-            pb.PeerHelloReply(sidecar_incarnation=1000 + life),
-            link.source.transport._nics.rails[1],
-            pb.VerbsEndpoint(device="b1"),
-            "test",
-        )
-    assert len(link.source.transport._faults) == endpoint.MAX_FAULTS
+    for life in range(faults.MAX_FAULTS + 10):
+        link.source.transport._faults.add(pb.PeerHelloReply(sidecar_incarnation=1000 + life), "a1", "b1")
+    assert len(link.source.transport._faults) == faults.MAX_FAULTS
     await link.open()
     assert [used for _, _, used in link.pairs()] == [True, True], "another life's faults are not this one's"
     await link.close()

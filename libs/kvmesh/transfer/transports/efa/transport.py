@@ -18,9 +18,10 @@ from kvmesh.transfer.transports.efa.shim import EfaApi, load_efa
 from kvmesh.transfer.transports.efa.window import WORD_RECEIVES
 from kvmesh.transfer.transports.verbs.cq import CompletionQueue
 from kvmesh.transfer.transports.verbs.device import Memory, device_names
-from kvmesh.transfer.transports.verbs.endpoint import RdmaTransport, check_remote, remote_regions
+from kvmesh.transfer.transports.verbs.endpoint import RdmaTransport
 from kvmesh.transfer.transports.verbs.nics import NicOptions, Rail
 from kvmesh.transfer.transports.verbs.options import MAX_DEPTH
+from kvmesh.transfer.transports.verbs.sides import check_remote, remote_regions
 
 
 class EfaTransport(RdmaTransport[EfaDevice, EfaInbound]):

@@ -10,33 +10,28 @@ import asyncio
 import hmac
 import logging
 import secrets
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, Unauthenticated, Unavailable
 from kvmesh.kv.pidfd import Life
-from kvmesh.kv.region import MAX_REGION_BYTES
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.transports.base import Ask, Endpoint, EngineMemory, Expected, Inbound, Outbound, Transport
 from kvmesh.transfer.transports.rails import RailsInbound, RailsOutbound, pairing
-from kvmesh.transfer.transports.verbs.device import Memory, RdmaDevice
+from kvmesh.transfer.transports.verbs.device import RdmaDevice
+from kvmesh.transfer.transports.verbs.faults import PairFaults
 from kvmesh.transfer.transports.verbs.nics import MAX_RAILS, NicOptions, Nics, Rail
 from kvmesh.transfer.transports.verbs.options import LARGE_MACHINE_CPUS
 from kvmesh.transfer.transports.verbs.poller import InboundPoller
 from kvmesh.transfer.transports.verbs.receiver import RdmaInbound
+from kvmesh.transfer.transports.verbs.sides import hello_of, reply_of, sides_of
 from kvmesh.transfer.transports.verbs.writer import RdmaOutbound
 from kvmesh.transfer.wire import PROTOCOL
 
 log = logging.getLogger(__name__)
 DeviceT = TypeVar("DeviceT", bound=RdmaDevice)
 InboundT = TypeVar("InboundT", bound=RdmaInbound)
-FaultKey = tuple[int, int, str, str]
-"""Lives of the destination's sidecar and engine, NIC here, NIC there."""
-# How long a pair of NICs that failed in flight is left out of new links.
-FAULT_S = 30.0
-MAX_FAULTS = 256
 # How long the registrations of an engine that lives wait for it to connect anew.
 LINGER_S = 10.0
 LINGER_STEP_S = 0.25
@@ -67,8 +62,7 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
         self._inbounds: set[InboundT] = set()
         self._poller: InboundPoller | None = None
         self._linger: tuple[asyncio.TimerHandle, Life] | None = None
-        # Pairs of NICs that failed in flight, to when. A destination that dies looks like that too: so by its lives.
-        self._faults: dict[FaultKey, float] = {}
+        self._faults = PairFaults()
 
     # --- what a transport adds -----------------------------------------------------------------------------------
 
@@ -136,7 +130,7 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
         self._no_timer()
         try:
             self._nics.serve(memory.regions)
-        except Unavailable as error:
+        except KvmeshError as error:
             log.warning("%s: %s", self.name, error.message)
             self._usable = (False, error.message)
             return
@@ -278,14 +272,14 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
     # --- a writer's pairs ----------------------------------------------------------------------------------------
 
     def _make_outbounds(self, reply: pb.PeerHelloReply, hello: pb.DataHello) -> Outbound:
-        sides = _sides(reply, self.name)
+        sides = sides_of(reply, self.name)
         if len(sides) > MAX_RAILS:
             raise InvalidArgument(f"{len(sides)} pairs of NICs, at most {MAX_RAILS} are possible")
         rails = self._nics.up()
         if not rails:
             raise Unavailable("; ".join(rail.device.problem() for rail in self._nics.rails))
         pairs = [(rails[place % len(rails)], side) for place, side in enumerate(sides)]
-        sound = [self._sound(reply, rail, side) for rail, side in pairs]
+        sound = [self._faults.sound(reply, rail.device.name, side.device) for rail, side in pairs]
         made: dict[int, RdmaOutbound] = {}
         mine: list[Any] = []
         left_out: list[pb.NicStatus] = []
@@ -296,7 +290,7 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
                 reason = "" if sound[place] or not any(sound) else "it failed lately"
                 if not reason:
                     try:
-                        made[place] = self._make_outbound(rail, _reply_of(reply, self.name, side), part)
+                        made[place] = self._make_outbound(rail, reply_of(reply, self.name, side), part)
                         made[place].pair_of_nics = rail.status(side.device[:MAX_NAME_CHARS], self._nics.why)
                     except KvmeshError as error:
                         if len(pairs) == 1 or isinstance(error, InvalidArgument):
@@ -318,7 +312,9 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
                 whole = RailsOutbound(
                     list(made.values()),
                     [rail.weight for rail, _ in chosen],
-                    on_fault=lambda place, reason: self._fault(reply, chosen[place][0], chosen[place][1], reason),
+                    on_fault=lambda place, reason: self._fault(
+                        reply, chosen[place][0].device.name, chosen[place][1].device, reason
+                    ),
                     left_out=left_out,
                 )
         except BaseException:
@@ -330,22 +326,16 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
         first.rails.extend(mine[1:])
         return whole
 
-    def _sound(self, reply: pb.PeerHelloReply, rail: Rail[DeviceT], side: Any) -> bool:
-        at = self._faults.get((reply.sidecar_incarnation, reply.incarnation, rail.device.name, side.device))
-        return at is None or time.monotonic() - at > FAULT_S
-
-    def _fault(self, reply: pb.PeerHelloReply, rail: Rail[DeviceT], side: Any, reason: str) -> None:
+    def _fault(self, reply: pb.PeerHelloReply, here: str, there: str, reason: str) -> None:
         """On the mover's thread."""
-        log.warning("%s: %s to %s failed: %s", self.name, rail.device.name, side.device, reason)
-        while len(self._faults) >= MAX_FAULTS:
-            self._faults.pop(next(iter(self._faults)), None)
-        self._faults[reply.sidecar_incarnation, reply.incarnation, rail.device.name, side.device] = time.monotonic()
+        log.warning("%s: %s to %s failed: %s", self.name, here, there, reason)
+        self._faults.add(reply, here, there)
 
     # --- within --------------------------------------------------------------------------------------------------
 
     def _take_in(self, door: _Door[InboundT], hello: pb.DataHello) -> tuple[list[InboundT], list[Callable[[], None]]]:
         """The pairs that the writer uses, and what lets it in; the others are destroyed."""
-        sides = _sides(hello, self.name)
+        sides = sides_of(hello, self.name)
         if len(sides) != len(door.inbounds):
             raise InvalidArgument(f"{len(sides)} pairs of NICs, {len(door.inbounds)} are needed")
         used: list[InboundT] = []
@@ -354,7 +344,7 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
             if len(sides) > 1 and not self._is_used(side):
                 self._drop(inbound)
                 continue
-            let_in.append(self._accept(inbound, _hello_of(hello, self.name, side)))
+            let_in.append(self._accept(inbound, hello_of(hello, self.name, side)))
             if inbound.pair_of_nics is not None:
                 inbound.pair_of_nics.peer = side.device[:MAX_NAME_CHARS]
             used.append(inbound)
@@ -409,42 +399,3 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
             raise Unauthenticated("no such link, or a wrong token")
         del self._doors[hello.link_id]
         return door
-
-
-def _sides(message: Any, field: str) -> list[Any]:
-    """The endpoints of all pairs of NICs."""
-    first = getattr(message, field)
-    return [first, *first.rails]
-
-
-def _reply_of(reply: pb.PeerHelloReply, field: str, side: Any) -> pb.PeerHelloReply:
-    """The reply as it would be for that pair alone."""
-    part = pb.PeerHelloReply(regions=reply.regions)
-    getattr(part, field).CopyFrom(side)
-    return part
-
-
-def _hello_of(hello: pb.DataHello, field: str, side: Any) -> pb.DataHello:
-    part = pb.DataHello(link_id=hello.link_id)
-    getattr(part, field).CopyFrom(side)
-    return part
-
-
-def check_remote(memory: pb.RemoteMemory) -> None:
-    """Raises InvalidArgument."""
-    if memory.nbytes > MAX_REGION_BYTES or memory.address + memory.nbytes > 1 << 64:
-        raise InvalidArgument("memory beyond the address space")
-
-
-def remote_regions(keys: Sequence[pb.RemoteMemory], reply: pb.PeerHelloReply) -> list[Memory]:
-    """Where the destination of a reply lets us write, by region. Raises InvalidArgument."""
-    if len(keys) != len(reply.regions):
-        raise InvalidArgument(f"{len(keys)} keys for {len(reply.regions)} regions")
-    for memory, info in zip(keys, reply.regions, strict=True):
-        check_remote(memory)
-        if memory.nbytes < info.nbytes:
-            raise InvalidArgument(f"region {info.group!r} is registered with {memory.nbytes} of {info.nbytes} bytes")
-    # Writes are bounded by what was announced, should more be registered.
-    return [
-        Memory(memory.address, info.nbytes, 0, memory.rkey) for memory, info in zip(keys, reply.regions, strict=True)
-    ]

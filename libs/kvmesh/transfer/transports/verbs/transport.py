@@ -11,7 +11,7 @@ from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.transports.base import Endpoint, Expected
 from kvmesh.transfer.transports.verbs.credits import CREDIT_WORDS
 from kvmesh.transfer.transports.verbs.device import GID_BYTES, Device, Memory, device_names
-from kvmesh.transfer.transports.verbs.endpoint import RdmaTransport, check_remote, remote_regions
+from kvmesh.transfer.transports.verbs.endpoint import RdmaTransport
 from kvmesh.transfer.transports.verbs.inbound import VerbsInbound, make_pairs
 from kvmesh.transfer.transports.verbs.mailbox import ENTRY_BYTES, Mailbox
 from kvmesh.transfer.transports.verbs.nics import NicOptions, Rail
@@ -19,6 +19,7 @@ from kvmesh.transfer.transports.verbs.options import MAX_DEPTH, MAX_QPS, VerbsOp
 from kvmesh.transfer.transports.verbs.outbound import Target, VerbsOutbound
 from kvmesh.transfer.transports.verbs.qp import QueuePair, Remote
 from kvmesh.transfer.transports.verbs.shim import Api, load
+from kvmesh.transfer.transports.verbs.sides import check_remote, remote_regions
 
 _BITS_24 = 1 << 24
 
