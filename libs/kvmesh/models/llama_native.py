@@ -1,4 +1,4 @@
-"""Llama on the compiled kernels: bf16 weights and KV, fp32 activations, two calls a layer."""
+"""Llama on the compiled kernels: bf16 weights and KV, fp32 activations, two calls a layer (several ranks: three)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvmesh.layers.native.build import load_library
 from kvmesh.layers.native.structs import PackedLinear
 from kvmesh.layers.norm import rms_norm
 from kvmesh.layers.paged import PagedKv, StepPlan
+from kvmesh.layers.parallel import Embedding
 from kvmesh.loading.config import ModelConfig
 from kvmesh.models.llama import BlockWeights, LlamaWeights, full_group
 
@@ -47,6 +48,7 @@ class _Buffers:
     qkv: torch.Tensor
     attn: torch.Tensor
     act: torch.Tensor
+    share: torch.Tensor
     packed: torch.Tensor
 
 
@@ -58,12 +60,14 @@ class NativeLlama:
     def __init__(self, weights: LlamaWeights) -> None:
         self._library = load_library()
         c = self.config = weights.config
-        self.rotary, self.embed = weights.rotary, weights.embed
+        tp = self.tp = weights.tp
+        self.heads, self.kv_heads = weights.heads, weights.kv_heads
+        self.rotary, self.embed = weights.rotary, Embedding(weights.embed, c.vocab_size, tp)
         self.norm = weights.norm.float()
         self.layers = [_Layer(block) for block in weights.blocks()]
         self.kv_group = full_group(c)  # after the layers were found, as in TorchLlama
         self.head = PackedLinear(weights.head, None)
-        self._model = structs.Model(c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, 0, c.rms_eps)
+        self._model = structs.Model(c.hidden_size, self.heads, self.kv_heads, c.head_dim, 0, c.rms_eps)
         self._buffers: _Buffers | None = None
         self._scores = torch.empty(0)
 
@@ -76,11 +80,11 @@ class NativeLlama:
     def _scratch(self, rows: int) -> _Buffers:
         if self._buffers is None or self._buffers.rows < rows:
             c = self.config
-            attn = c.num_heads * c.head_dim
-            widths = (attn + 2 * c.num_kv_heads * c.head_dim, attn, c.intermediate_size)
-            qkv, out, act = (torch.empty((rows, width), dtype=torch.float32) for width in widths)
-            packed = torch.empty(rows * max(c.hidden_size, attn, c.intermediate_size), dtype=torch.float32)
-            self._buffers = _Buffers(rows, qkv, out, act, packed)
+            attn, wide = self.heads * c.head_dim, c.intermediate_size // self.tp.size
+            widths = (attn + 2 * self.kv_heads * c.head_dim, attn, wide, c.hidden_size if self.tp.size > 1 else 0)
+            qkv, out, act, share = (torch.empty((rows, width), dtype=torch.float32) for width in widths)
+            packed = torch.empty(rows * max(c.hidden_size, attn, wide), dtype=torch.float32)
+            self._buffers = _Buffers(rows, qkv, out, act, share, packed)
         return self._buffers
 
     def forward(self, plan: StepPlan, kv: PagedKv, kv_ready: Callable[[int], None]) -> torch.Tensor:
@@ -88,7 +92,7 @@ class NativeLlama:
         if not self._model.page_size:
             raise Internal("forward before bind")
         c, rows, threads = self.config, len(plan.token_ids), torch.get_num_threads()
-        x = self.embed[plan.token_ids].float()
+        x = self.embed(plan.token_ids).float()
         cos_sin = self.rotary.ensure(plan.max_position + 1)[plan.positions]
         scratch = self._scratch(rows)
         longest = -(-(plan.max_position + 1) // structs.LANES) * structs.LANES
@@ -113,24 +117,35 @@ class NativeLlama:
             plan.lengths.data_ptr(),
             threads,
         )
-        q = scratch.qkv[:rows, : c.num_heads * c.head_dim].view(rows, c.num_heads, c.head_dim)
-        attn = scratch.attn[:rows].view(rows, c.num_heads, c.head_dim)
+        q = scratch.qkv[:rows, : self.heads * c.head_dim].view(rows, self.heads, c.head_dim)
+        attn = scratch.attn[:rows].view(rows, self.heads, c.head_dim)
         attention_in, attention_out = self._library.kvmesh_attention_in, self._library.kvmesh_attention_out
+        alone, share = self.tp.size == 1, scratch.share[:rows]
+        share_ref = ctypes.c_void_p(share.data_ptr())
         model, step_ref = ctypes.byref(self._model), ctypes.byref(step)
         for i, layer in enumerate(self.layers):
             ref = ctypes.byref(layer.struct)
             attention_in(model, ref, step_ref)
-            kv_ready(i)
+            if alone:
+                kv_ready(i)
             for chunk in plan.chunks:
                 begin, end = chunk.rows
                 attn[begin:end] = prefill_chunk(kv.layers[i], q[begin:end], chunk, kv)
-            attention_out(model, ref, step_ref)
+            if alone:
+                attention_out(model, ref, step_ref)
+                continue
+            self._library.kvmesh_attention_share(model, ref, step_ref, share_ref)
+            x += self.tp.all_reduce(share)
+            # Their sum is here, so every rank has appended.
+            kv_ready(i)
+            self._library.kvmesh_mlp_share(model, ref, step_ref, share_ref)
+            x += self.tp.all_reduce(share)
         return rms_norm(x, self.norm, c.rms_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
         rows = len(hidden)
-        out = torch.empty((rows, self.config.vocab_size), dtype=torch.float32)
+        out = torch.empty((rows, self.head.struct.n), dtype=torch.float32)
         if rows:
             hidden = hidden.contiguous()
             packed = torch.empty_like(hidden)
@@ -142,4 +157,4 @@ class NativeLlama:
                 ctypes.c_void_p(out.data_ptr()),
                 ctypes.c_int32(torch.get_num_threads()),
             )
-        return out
+        return out if self.tp.size == 1 else self.tp.all_gather(out)[:, : self.config.vocab_size].contiguous()

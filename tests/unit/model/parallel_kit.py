@@ -53,11 +53,11 @@ class _Member:
         self.runners: dict[int, Any] = {}
         self.memory: dict[int, tuple[KvLayout, dict[str, memoryview], Doorbell]] = {}
 
-    def load(self, key: int, directory: str, dtype: str, tp: int) -> tuple[dict[str, Any], str]:
+    def load(self, key: int, directory: str, dtype: str, tp: int, backend: str) -> tuple[dict[str, Any], str]:
         from kvmesh.engine.torch_runner import TorchRunner
 
         group = GlooParallel(self.store, self.rank, tp, WAIT_S, f"group-{key}") if tp > 1 else SINGLE
-        runner = self.runners[key] = TorchRunner.load(directory, dtype, backend="torch", tp=group)
+        runner = self.runners[key] = TorchRunner.load(directory, dtype, backend=backend, tp=group)
         return runner.layout(1, 1).to_dict(), runner.model.backend
 
     def weight_elements(self, key: int) -> int:
@@ -139,11 +139,11 @@ class RankPool:
             raise RuntimeError(errors[0])
         return [value for _, value in answers]
 
-    def load(self, directory: Path, tp: int, dtype: str = "fp32") -> Shards:
+    def load(self, directory: Path, tp: int, dtype: str = "fp32", backend: str = "torch") -> Shards:
         """A model in `tp` parts."""
         key = next(self._keys)
-        layout, backend = self.call(tp, "load", key, str(directory), dtype, tp)[0]
-        assert backend == "torch"
+        layout, got = self.call(tp, "load", key, str(directory), dtype, tp, backend)[0]
+        assert got == backend
         return Shards(self, key, KvLayout.from_dict(layout))
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvmesh.layers.native.build import NativeUnavailable, load_library
 from model_harness import assert_close
 from parallel_kit import Memory, RankPool, Shards, apart, carry, rank_pool
 
@@ -25,13 +26,14 @@ BASE = {
     "intermediate_size": 112,
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
+    "head_dim": 16,  # which the compiled kernels cover
     "max_position_embeddings": 256,
 }
 MODELS = {
     "gqa4": {"num_key_value_heads": 4},
     # With 4 ranks each head is held by two of them; biases are added once, not once a rank; embedding and head are one.
     "gqa2": {
-        "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
+        "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
     },
 }  # fmt: skip
 
@@ -46,7 +48,7 @@ class World:
     """A model in every number of parts, with memory of its own for prefill and for decode."""
 
     def __init__(self, pool: RankPool, directory: Path, reference: torch.nn.Module) -> None:
-        self.pool = pool
+        self.pool, self.directory = pool, directory
         self.named = dict(reference.named_parameters())
         self.matrices = [parameter for parameter in self.named.values() if parameter.dim() > 1]
         with torch.inference_mode():
@@ -143,3 +145,25 @@ def test_pages_that_were_not_carried_are_noticed(world: World) -> None:
     view[stride + int(dst[1]) * page :][:page] = 0
     with pytest.raises(AssertionError):
         assert_close(shards.step(target, (PROMPT[n:], n, dst)), world.one[:1])
+
+
+def test_compiled_kernels_share_too(world: World) -> None:
+    """bf16 weights and KV, fp32 activations and sums: near one rank on the kernels, and near fp32."""
+    try:
+        load_library()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    shards = {tp: world.pool.load(world.directory, tp, "bf16", "native") for tp in SIZES}
+    sides = {tp: (each, each.memory(PAGE)) for tp, each in shards.items()}
+    one = apart(sides[1], (shards[1], shards[1].memory(PAGE)), PROMPT, PAGE + 1)
+    assert (one - world.theirs).abs().max() < 0.05 * world.theirs.abs().max()
+    for prefill_tp in SIZES:
+        for decode_tp in SIZES:
+            if prefill_tp * decode_tp == 1:
+                continue
+            decode = shards[decode_tp]
+            ours = apart(sides[prefill_tp], (decode, decode.memory(PAGE, num_pages=8)), PROMPT, PAGE + 1)
+            # What may differ is how some KV value is rounded to bf16.
+            assert_close(ours, one, 5e-3)
+            source = sides[prefill_tp][1]
+            source.free = np.random.default_rng(prefill_tp).permutation(source.layout.num_pages).tolist()

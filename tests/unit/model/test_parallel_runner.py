@@ -202,8 +202,8 @@ def test_a_rank_that_dies_while_loading_ends_the_start(directory: Path) -> None:
 
 
 def test_what_a_rank_says_last_is_the_reason_and_needs_no_step(directory: Path) -> None:
-    """They are told something that they cannot do, before torch is imported."""
-    ranks = RankGroup(3, 1)
+    """It is told something that it cannot do."""
+    ranks = RankGroup(2, 1)
     try:
         told, reasons = threading.Event(), []
         ranks.on_lost(lambda reason: (reasons.append(reason), told.set()))

@@ -109,20 +109,21 @@ class Rank:
                 self._sidecar.close()
 
     def _load(self) -> None:
-        note = expect(recv_frame(self._sock), Kind.SETUP).note()
-        self._rank = int(note["rank"])
-        if logs := note["logs"]:
-            setup_logs(
-                logs["service"], instance=f"{logs['instance']}/{self._rank}", level=logs["level"], fmt=logs["fmt"]
-            )
-        # Torch is imported only now: the leader's end is watched meanwhile, and its logs are set up.
+        # The first import of torch, at the same time as the leader's; its end is watched meanwhile.
         from kvmesh.engine.torch_runner import TorchRunner
         from kvmesh.layers.parallel import GlooParallel, member_store
 
+        note = expect(recv_frame(self._sock), Kind.SETUP).note()
+        self._rank = int(note["rank"])
+        if logs := note["logs"]:
+            name = f"{logs['instance']}/{self._rank}"
+            setup_logs(logs["service"], instance=name, level=logs["level"], fmt=logs["fmt"])
         send_frame(self._sock, Kind.HELLO)
         store = member_store(int(note["port"]), note["timeout_s"])
         group = GlooParallel(store, self._rank, int(note["size"]), note["timeout_s"])
-        self._runner = TorchRunner.load(note["model"], note["dtype"], int(note["threads"]), None, "torch", group)
+        self._runner = TorchRunner.load(
+            note["model"], note["dtype"], int(note["threads"]), None, note["backend"], group
+        )
         send_note(self._sock, Kind.READY, {"revision": self._runner.info.revision})
 
     def _bind(self, note: dict[str, Any]) -> None:

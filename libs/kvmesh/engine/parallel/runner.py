@@ -14,13 +14,15 @@ from kvmesh.errors import Internal, KvmeshError
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.ring import Doorbell
 from kvmesh.layers.parallel import GlooParallel, leader_store
-from kvmesh.loading.weights import Progress
+from kvmesh.loading.source import open_checkpoint, resolve
+from kvmesh.loading.weights import Progress, torch_dtype
+from kvmesh.models.registry import choose_backend
 
 log = logging.getLogger(__name__)
 
 # For a process that imports torch, and for one that reads its weights from a slow disk. A rank that ends is noticed at
 # once in any case.
-HELLO_S = 120.0
+HELLO_S = 300.0
 LOAD_S = 1800.0
 
 
@@ -74,14 +76,27 @@ class ParallelRunner:
         progress: Progress | None,
         logs: Mapping[str, str],
     ) -> ParallelRunner:
+        checkpoint = open_checkpoint(resolve(spec))
+        try:
+            # Here and not in each rank: one that chose otherwise would not fit in the collectives.
+            backend = choose_backend(checkpoint.config, torch_dtype(dtype))
+        finally:
+            checkpoint.close()
         store, port = leader_store(timeout_s)
-        setup = {"model": spec, "dtype": dtype, "threads": threads, "size": ranks.size, "port": port}
+        setup = {
+            "model": spec,
+            "dtype": dtype,
+            "threads": threads,
+            "size": ranks.size,
+            "port": port,
+            "backend": backend,
+        }
         for rank, member in enumerate(ranks.pids, 1):
             log.info("rank %d of %d is process %d", rank, ranks.size, member)
         ranks.setup(setup | {"timeout_s": timeout_s, "logs": dict(logs)})
         ranks.gather(Kind.HELLO, HELLO_S)
         group = GlooParallel(store, 0, ranks.size, timeout_s)
-        shard = TorchRunner.load(spec, dtype, threads, progress, "torch", group)
+        shard = TorchRunner.load(spec, dtype, threads, progress, backend, group)
         for rank, frame in enumerate(ranks.gather(Kind.READY, LOAD_S), 1):
             if (revision := frame.note().get("revision")) != shard.info.revision:
                 raise Internal(f"rank {rank} loaded revision {revision}, the leader {shard.info.revision}")

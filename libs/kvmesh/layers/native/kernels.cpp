@@ -390,6 +390,26 @@ void kvmesh_attention_out(const Model* m, const Layer* layer, const Step* s) {
   }
 }
 
+// The second half for one of several ranks: each of the two residual sums is over ranks, so this rank's share of it is
+// written to `share` (rows, hidden), and whoever has added all shares to x goes on.
+void kvmesh_attention_share(const Model* m, const Layer* layer, const Step* s, float* share) {
+#pragma omp parallel num_threads(s->threads)
+  {
+    pack(s->attn, s->rows, m->heads * m->dim, nullptr, 0.0f, s->packed);
+    product<Out::store>(layer->out, s->packed, s->rows, share);
+  }
+}
+
+void kvmesh_mlp_share(const Model* m, const Layer* layer, const Step* s, float* share) {
+#pragma omp parallel num_threads(s->threads)
+  {
+    pack(s->x, s->rows, m->hidden, layer->mlp_norm, m->eps, s->packed);
+    product<Out::swiglu>(layer->gate_up, s->packed, s->rows, s->act);
+    pack(s->act, s->rows, layer->down.k, nullptr, 0.0f, s->packed);
+    product<Out::store>(layer->down, s->packed, s->rows, share);
+  }
+}
+
 // y (rows, n) = x (rows, k) W^T in fp32; packed is scratch of (rows, k).
 void kvmesh_linear(const Linear* w, const float* x, int64_t rows, float* packed, float* y, int32_t threads) {
 #pragma omp parallel num_threads(threads)
