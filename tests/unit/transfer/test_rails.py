@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -160,6 +161,19 @@ def test_all_rails_carry_their_share() -> None:
     assert [sum(part.write.nbytes for part in rail.parts.values()) > 0 for rail in world.out._rails] == [True] * 3
     world.run()
     assert world.ended[1].error == ""
+
+
+def test_a_region_keeps_to_the_rails_near_to_it() -> None:
+    world = World([FaultOptions()] * 4)
+    world.out = RailsOutbound(world.rails, near=[[0, 2], [3], [], [7]])
+    used = []
+    for region in range(5):
+        write = dataclasses.replace(make_write([64 << 10] * 8, context=region + 1), src_region=region)
+        world.out.post(write)
+        used.append([place for place, rail in enumerate(world.out._rails) if rail.parts])
+        world.run(3)
+    assert used == [[0, 2], [3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert [world.ended[context].error for context in range(1, 6)] == [""] * 5
 
 
 def test_small_writes_take_turns() -> None:

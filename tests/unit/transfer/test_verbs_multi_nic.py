@@ -453,6 +453,24 @@ async def test_the_nics_of_the_memory_s_node(
     assert others["a4"] == "an EFA device: for transport efa"
 
 
+async def test_ranks_on_two_nodes_have_each_their_own(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = await world.end("a", 5, sysfs=sysfs(tmp_path))
+    end.transport.deregister()
+    regions = [end.memory.regions[0], Region.create("other", end.memory.regions[0].nbytes)]
+    places = {nics.address_of(region): node for node, region in enumerate(regions)}
+    monkeypatch.setattr(nics, "node_of_range", lambda address, nbytes: places[address])
+    infos = [pb.RegionInfo(group="main", rank=rank, nbytes=regions[0].nbytes) for rank in range(2)]
+    end.transport.register(EngineMemory("two", 1, end.memory.layout, infos, regions))
+    assert [nic.name for nic in end.transport.nics() if nic.used] == ["a0", "a1", "a2", "a3"]
+    assert end.transport._nics.near == [{"a0", "a1"}, {"a2", "a3"}]
+    assert end.transport.nodes == {0, 1}
+    assert "NUMA node 0; " in end.transport._nics.why
+    end.transport.deregister()
+    regions[1].close()
+
+
 async def test_the_nics_of_a_gpu(world: World, tmp_path: Path) -> None:
     names, others, nodes = await used(world, sysfs=sysfs(tmp_path), near="00000001:20:00.0")
     assert names == ["a3"]

@@ -44,7 +44,8 @@ class _Rail:
 
 class RailsOutbound(Outbound):
     """Takes the outbounds over. weights: share of each, above 0. on_fault(rail, reason): on the mover's thread, once,
-    for the rail that broke by itself. left_out: pairs of NICs that this link goes without, for status."""
+    for the rail that broke by itself. left_out: pairs of NICs that this link goes without, for status. near: by source
+    region, the rails that serve it (all where there are none, or it is not told)."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class RailsOutbound(Outbound):
         weights: Sequence[float] | None = None,
         on_fault: Callable[[int, str], None] | None = None,
         left_out: Sequence[pb.NicStatus] = (),
+        near: Sequence[Sequence[int]] = (),
     ) -> None:
         if not outbounds:
             raise InvalidArgument("a link over no NIC")
@@ -60,6 +62,9 @@ class RailsOutbound(Outbound):
         self._weights = shares
         self._on_fault = on_fault
         self._left_out = list(left_out)
+        every = range(len(self._rails))
+        self._near = [sorted({place for place in places if place in every}) for places in near]
+        self._every = list(every)
         self._completions: list[Completion] = []
         self._turn = 0
         self._next = 0
@@ -74,12 +79,14 @@ class RailsOutbound(Outbound):
         if self._broken:
             self._completions.append(Completion(write.context, 0, self._broken))
             return
-        parts = spread(write, self._weights, first=self._turn)
+        places = self._near[write.src_region] if write.src_region < len(self._near) else []
+        places = places or self._every
+        parts = spread(write, [self._weights[place] for place in places], first=self._turn % len(places))
         # Where the next one begins: a write of one part for each rail in turn, too.
-        self._turn = (parts[-1].rail + 1) % len(self._rails)
+        self._turn = parts[-1].rail + 1
         whole = _Spread(write, len(parts))
         for part in parts:
-            rail = self._rails[part.rail]
+            rail = self._rails[places[part.rail]]
             self._next += 1
             rail.parts[self._next] = whole
             rail.outbound.post(

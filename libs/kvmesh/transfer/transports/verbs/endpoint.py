@@ -316,6 +316,10 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
                         reply, chosen[place][0].device.name, chosen[place][1].device, reason
                     ),
                     left_out=left_out,
+                    near=[
+                        [place for place, (rail, _) in enumerate(chosen) if rail.device.name in names]
+                        for names in self._nics.near
+                    ],
                 )
         except BaseException:
             for outbound in made.values():

@@ -98,6 +98,8 @@ class Nics(Generic[DeviceT]):
         self._left_out: dict[str, str] = {}
         self._names: Callable[[], Sequence[str]] = tuple
         self.rails: list[Rail[DeviceT]] = []
+        # By region, the names of the NICs that are near to it.
+        self.near: list[frozenset[str]] = []
         self.why = ""
 
     @property
@@ -146,11 +148,14 @@ class Nics(Generic[DeviceT]):
         # One that was down at the start may be up by now.
         self._open_missing()
         topology = self._topology.with_open(self._devices, self._port)
-        affinity = self._affinity(topology, regions)
+        affinities = self._affinities(topology, regions)
+        self.near = [frozenset(nic.name for nic in affinity.nics) for affinity in affinities]
+        wanted = list({nic.name: nic for affinity in affinities for nic in affinity.nics}.values())
         error: KvmeshError | None = None
-        for name, why in affinity.rejected.items():
-            self._left_out.setdefault(name, why)
-        for chosen in affinity.nics[:MAX_RAILS]:
+        for name, why in (item for affinity in affinities for item in affinity.rejected.items()):
+            if name not in {nic.name for nic in wanted}:
+                self._left_out.setdefault(name, why)
+        for chosen in wanted[:MAX_RAILS]:
             device = self._devices[chosen.name]
             rail = Rail(device, chosen)
             problem = device.problem()
@@ -168,13 +173,13 @@ class Nics(Generic[DeviceT]):
                 error = error or refused
             else:
                 self.rails.append(rail)
-        for chosen in affinity.nics[MAX_RAILS:]:
+        for chosen in wanted[MAX_RAILS:]:
             self._left_out[chosen.name] = f"more than {MAX_RAILS} NICs"
-        self.why = affinity.why
+        self.why = "; ".join(dict.fromkeys(affinity.why for affinity in affinities))
         # What has not come back with this engine does not.
         self.end_idle()
         if not self.rails:
-            raise error or Unavailable(f"no NIC for the engine's memory: {affinity.why}")
+            raise error or Unavailable(f"no NIC for the engine's memory: {self.why}")
 
     def release(self, *, linger: bool = False) -> None:
         """Give the registrations back. linger: the same memory may be served again; see `end_idle`."""
@@ -227,22 +232,24 @@ class Nics(Generic[DeviceT]):
             device.close()
         self._devices = {}
 
-    def _affinity(self, topology: Topology, regions: Sequence[Region]) -> Affinity:
+    def _affinities(self, topology: Topology, regions: Sequence[Region]) -> list[Affinity]:
+        """By region: the ranks of an engine may have theirs on different nodes."""
         if not self._options.auto:
             names = [name for name in self._options.devices if name in self._devices]
-            return nics_by_name(topology, names, port=self._port)
+            return [nics_by_name(topology, names, port=self._port)] * len(regions)
         only = frozenset(self._devices)
         if self._options.near:
-            return nics_for_gpu(topology, self._options.near, port=self._port, only=only)
-        return nics_for_memory(topology, _node(topology, regions), port=self._port, only=only)
+            return [nics_for_gpu(topology, self._options.near, port=self._port, only=only)] * len(regions)
+        nodes = [_node(topology, region) for region in regions]
+        by_node = {node: nics_for_memory(topology, node, port=self._port, only=only) for node in set(nodes)}
+        return [by_node[node] for node in nodes]
 
 
-def _node(topology: Topology, regions: Sequence[Region]) -> int | None:
-    """The NUMA node that all of the memory is on, None where there is no such."""
+def _node(topology: Topology, region: Region) -> int | None:
+    """The NUMA node that all of a region is on, None where there is no such."""
     if len(topology.nodes) <= 1:
         return topology.nodes[0].number if topology.nodes else None
-    nodes = {node_of_range(address_of(region), region.nbytes) for region in regions}
-    return nodes.pop() if len(nodes) == 1 else None
+    return node_of_range(address_of(region), region.nbytes)
 
 
 def address_of(region: Region) -> int:
