@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -13,7 +16,7 @@ from kvmesh.kv.layout import KvLayout
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.tail import TailBuffer
 from sharded_kit import DRAFT, FULL, LATENT, ShardedEngine, Transfer, all_of, sharded
-from transfer_kit import SidecarProcess, soon
+from transfer_kit import ROOT, SidecarProcess, soon
 
 FAST = ("--heartbeat-s=0.2", "--lease-s=3")
 HIDDEN = TailBuffer("hidden", 96, 4)
@@ -209,6 +212,64 @@ async def test_a_rank_that_goes_ends_the_life_and_all_come_back(processes: list[
         again.fill()
         await again.begin(1)
         await again.end(1)
+
+
+RANK = """
+import asyncio, os, sys
+from kvmesh.kv.region import Region
+from kvmesh.transfer.rank import RankMember
+from sharded_kit import sharded
+from kvmesh.transfer.tail import region_sizes
+
+async def main():
+    layout = sharded(2, 16)
+    regions = {name: Region.create(name, nbytes) for name, nbytes in region_sizes(layout).items()}
+    member = await RankMember.connect(
+        sys.argv[1], engine_id="p", incarnation=1, rank=1, layout=layout, regions=regions, timeout_s=120
+    )
+    # A child that outlives this process and keeps its socket open.
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_rank_that_is_killed_is_noticed_though_its_socket_lives_on(processes: list[SidecarProcess]) -> None:
+    await asyncio.gather(*(process.start() for process in processes if not process.alive))
+    path = f"{ROOT / 'libs'}:{ROOT}:{ROOT / 'tests/integration'}"
+    command = (sys.executable, "-c", RANK, str(processes[0].socket))
+    rank = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}
+    )
+    child = 0
+    leader = ShardedEngine("p", processes[0], sharded(2, 16))
+    try:
+        leader.link.start()
+        assert rank.stdout is not None
+        child = int(await soon(rank.stdout.readline(), 120))  # type: ignore[call-overload]
+        client = await leader.link.wait_connected(60)
+        assert client.connected
+        rank.kill()
+        async with asyncio.timeout(60):
+            while client.connected:
+                await asyncio.sleep(0.02)
+        await leader.link.close()
+        # Another engine may come at once.
+        other = await ShardedEngine("q", processes[0], sharded(1, 16)).connect()
+        await other.close()
+    finally:
+        for pid in (rank.pid, child):
+            with contextlib.suppress(ProcessLookupError):
+                if pid:
+                    os.kill(pid, signal.SIGKILL)
+        await rank.wait()
+        assert rank.stdout is not None
+        # The pipe's end: nobody of theirs is left.
+        await soon(rank.stdout.read())
+        await leader.close()
 
 
 async def test_a_sidecar_that_is_killed_lets_go_of_every_rank(processes: list[SidecarProcess]) -> None:

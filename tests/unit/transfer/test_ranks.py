@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from kvmesh.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, KvmeshError, Overloaded, Unavailable
+from kvmesh.kv.fds import send_with_fds
 from kvmesh.kv.pidfd import open_pidfd
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
@@ -19,7 +21,7 @@ from kvmesh.transfer.rank import RankLink, RankMember
 from kvmesh.transfer.sidecar import Sidecar
 from kvmesh.transfer.sidecar import ranks as ranks_module
 from kvmesh.transfer.tail import TailBuffer
-from kvmesh.transfer.wire import PROTOCOL, FrameSocket, exchange, open_unix
+from kvmesh.transfer.wire import PROTOCOL, FrameSocket, exchange, open_unix, pack_frame
 from rank_world import WAIT_S, Ranks, descriptors, make_layout, mappings, running_sidecar
 
 
@@ -157,6 +159,37 @@ async def test_garbage_is_refused_alone(sidecar: Sidecar, engine: Ranks) -> None
     engine.members[1]._frames.send(pb.EngineMessage(ring=pb.RingNotice()))
     async with asyncio.timeout(WAIT_S):
         await engine.lost.wait()
+
+
+async def test_flipped_bits_at_the_door_disturb_nobody(sidecar: Sidecar, engine: Ranks) -> None:
+    leader = asyncio.ensure_future(engine.lead())
+    await until(lambda: sidecar._server._lobby.leader is not None)
+    infos = [pb.RegionInfo(group=name, rank=1, nbytes=r.nbytes) for name, r in engine.regions[1].items()]
+    layout = layout_to_proto(engine.layout)
+    hello = pb.RankHello(engine_id="e", incarnation=5, rank=1, layout=layout, regions=infos, protocol=PROTOCOL)
+    frame = pack_frame(pb.EngineMessage(call_id=1, rank_hello=hello))
+    pidfd = open_pidfd()
+    before = descriptors()
+    rng = random.Random(4)
+    for _ in range(150):
+        raw = bytearray(frame)
+        for _ in range(rng.randint(1, 3)):
+            # The length stays: what is only too short is waited for.
+            raw[rng.randrange(4, len(raw))] ^= 1 << rng.randrange(8)
+        ended = asyncio.Event()
+        sock = await open_unix(engine.path, 5)
+        # Its answer, or the end without one.
+        frames = FrameSocket(sock, on_frame=lambda _, e=ended: e.set(), on_closed=lambda _, e=ended: e.set())
+        send_with_fds(sock, bytes(raw), [pidfd, *(region.fd for region in engine.regions[1].values())])
+        # A flip that does no harm makes a rank that is held.
+        await until(lambda e=ended: e.is_set() or waiting(sidecar) == 1)
+        frames.close()
+        await until(lambda: waiting(sidecar) == 0)
+    await until(lambda: descriptors() == before)
+    os.close(pidfd)
+    assert not leader.done()
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(engine.join(1), engine.join(2), leader)
 
 
 def _changed(hello: pb.RankHello, **fields: object) -> pb.RankHello:
