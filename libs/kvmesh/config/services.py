@@ -229,6 +229,10 @@ class WorkerSettings(ServiceSettings):
     )
     scripted_layers: int = Field(default=4, ge=1, le=256, description="Scripted runner: layers of the pretended model.")
     scripted_faults: Path | None = Field(default=None, description="Scripted runner: file of programmed faults.")
+    nvlink: Literal["off", "host"] = Field(
+        default="off",
+        description="Whether this process writes KV into its peers by itself (transport nvlink). host: for tests.",
+    )
 
     @property
     def local_prefill_tokens(self) -> int:

@@ -33,7 +33,7 @@ from kvmesh.engine.runner import Runner, StepBatch
 from kvmesh.engine.scheduler import Scheduler
 from kvmesh.engine.seqpages import SequencePages
 from kvmesh.engine.stall import StallWatch
-from kvmesh.engine.steprecords import StepRecords
+from kvmesh.engine.steprecords import StepPoster, StepRecords
 from kvmesh.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -63,8 +63,8 @@ class EngineCore:
 
     The caller has already bound the runner to `layout` and its regions. on_events must be quick, must not raise and
     must not call `stop`. ring, doorbell and notify are needed for PREFILL_ONLY with a sidecar: notify wakes it (an
-    eventfd write) after a step record was published. on_stall(True) is called from a watchdog thread when work makes
-    no progress for `stall_timeout_s`, on_stall(False) when it does again.
+    eventfd write) after a step record was published; poster writes what goes by nvlink. on_stall(True) is called from a
+    watchdog thread when work makes no progress for `stall_timeout_s`, on_stall(False) when it does again.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class EngineCore:
         doorbell: Doorbell | None = None,
         ring: StepRing | None = None,
         notify: Callable[[], None] | None = None,
+        poster: StepPoster | None = None,
         on_stall: Callable[[bool], None] | None = None,
         on_cache_event: Callable[[CacheEvent], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -109,7 +110,7 @@ class EngineCore:
                 raise InvalidArgument("a step ring needs its doorbell")
             self._records = StepRecords(
                 ring, doorbell, notify or (lambda: None), layout.num_layers, layout.page_size, config.ring_wait_s,
-                lambda seconds: void(self._stop_sleep.wait(seconds)),
+                lambda seconds: void(self._stop_sleep.wait(seconds)), poster,
             )  # fmt: skip
         self._cond = threading.Condition()
         # Guarded by _cond.
@@ -376,7 +377,8 @@ class EngineCore:
         scheduler, counters = self.scheduler, self.counters
         started = time.perf_counter()
         try:
-            result = self._runner.execute(batch)
+            on_layer = self._records.on_layer if self._records is not None else None
+            result = self._runner.execute(batch, on_layer) if on_layer is not None else self._runner.execute(batch)
             elapsed = time.perf_counter() - started
             scheduler.postprocess(result, elapsed)
         except SequencesFailed as error:

@@ -148,7 +148,8 @@ class Runner(Protocol):
         that layer's KV is in its pages."""
 
     def execute(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> StepResult:
-        """Run one step to its end. Raises KvmeshError only for the whole step. `on_layer` is for tests."""
+        """Run one step to its end. Raises KvmeshError only for the whole step. on_layer(l) is called when layer l's KV
+        is in the pages (or queued on the compute stream), behind the doorbell's ring."""
 
     def close(self) -> None:
         """Drop weights and KV views."""

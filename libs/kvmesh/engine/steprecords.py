@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from kvmesh.engine.events import Mode, RequestKey
 from kvmesh.engine.sequence import Planned
@@ -12,6 +13,20 @@ from kvmesh.kv.ring import Doorbell, StepEntry, StepRecord, StepRing
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.001
+
+
+class StepPost(Protocol):
+    """A step whose pages this engine writes to their destinations by itself."""
+
+    def layer(self, number: int) -> None:
+        """That layer's KV is there, or queued on the compute stream."""
+
+
+class StepPoster(Protocol):
+    """What writes: see kvmesh.engine.nvlink."""
+
+    def step(self, record: StepRecord) -> StepPost | None:
+        """Begin a step. None where it has no page of a transfer that goes this way; the sidecar sends the others."""
 
 
 class StepRecords:
@@ -31,6 +46,7 @@ class StepRecords:
         page_size: int,
         wait_s: float,
         sleep: Callable[[float], None],
+        poster: StepPoster | None = None,
     ) -> None:
         self._ring = ring
         self._doorbell = doorbell
@@ -39,6 +55,8 @@ class StepRecords:
         self._page_size = page_size
         self._polls = max(1, round(wait_s / _POLL_S))
         self._sleep = sleep
+        self._poster = poster
+        self._post: StepPost | None = None
         self._published: tuple[RequestKey, ...] = ()
         self._target = 0
         self._blocking: set[RequestKey] = set()
@@ -66,11 +84,15 @@ class StepRecords:
                 entries.append(StepEntry(choice.transfer_id, choice.sent - choice.transfer_base, upto - choice.sent))
                 advances.append((choice, upto))
         self._published = ()
+        self._post = None
         if not entries:
             return True
         first = self._doorbell.value + 1
-        if not self._try_publish(StepRecord(first, self._num_layers, tuple(entries))):
+        record = StepRecord(first, self._num_layers, tuple(entries))
+        if not self._try_publish(record):
             return False
+        if self._poster is not None:
+            self._post = self._poster.step(record)
         self._target = first + self._num_layers - 1
         for choice, upto in advances:
             choice.sent = upto
@@ -78,6 +100,11 @@ class StepRecords:
         self.count += 1
         self._notify()
         return True
+
+    @property
+    def on_layer(self) -> Callable[[int], None] | None:
+        """What the runner calls behind each layer of the published step, None where nobody wants to know."""
+        return self._post.layer if self._post is not None else None
 
     def step_failed(self) -> None:
         """The step of the last `publish` did not run to its end."""

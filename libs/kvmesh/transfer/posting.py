@@ -22,7 +22,9 @@ WORD_BYTES = 8
 class Poster(Protocol):
     """Called on the client's loop. It outlasts any one sidecar; one connection at a time."""
 
-    transports: Sequence[str]
+    @property
+    def transports(self) -> Sequence[str]:
+        """Those by which it writes."""
 
     def connected(self, tell: Callable[[pb.EngineMessage], None]) -> None:
         """Registered with a sidecar. What its predecessors have not heard (PeerReleased) is told to it."""

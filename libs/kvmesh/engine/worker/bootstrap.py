@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.core import EngineConfig, EngineCore
 from kvmesh.engine.events import StepDone
+from kvmesh.engine.nvlink.poster import NvlinkPoster
 from kvmesh.engine.parallel.ranks import RankGroup, ranks_of
 from kvmesh.engine.parallel.wire import Kind
 from kvmesh.engine.runner import Runner
@@ -30,6 +31,7 @@ from kvmesh.engine.worker.frames import FrameLimits, FramesHub, GatewayStream
 from kvmesh.engine.worker.loading import in_thread, load_runner
 from kvmesh.engine.worker.memory import KvMemory, size_layout
 from kvmesh.engine.worker.meters import Meters
+from kvmesh.engine.worker.posting import make_poster
 from kvmesh.engine.worker.prefill import PrefillService
 from kvmesh.engine.worker.pump import EventPump
 from kvmesh.engine.worker.requests import DecodeRequests
@@ -74,6 +76,7 @@ class Worker:
         self._at_step = at_step
         self._runner: Runner | None = None
         self._memory: KvMemory | None = None
+        self._poster: NvlinkPoster | None = None
         self._closed = False
         self._register()
 
@@ -122,6 +125,7 @@ class Worker:
             settings.routers, info=self._info, load=self._load, open_channel=self._channel,
             interval_s=settings.report_interval_s,
         )  # fmt: skip
+        self._poster = poster = make_poster(settings, memory)
         link = self._link(identity, memory)
         ranks = ranks_of(runner)
         core = EngineCore(
@@ -143,6 +147,7 @@ class Worker:
             doorbell=memory.doorbell,
             ring=memory.ring,
             notify=link.notify_ring if link is not None else None,
+            poster=poster,
             on_stall=lambda stalled: self._from_thread(loop, stalled),
             on_cache_event=CacheRelay(loop, self.routers.on_cache_event),
         )
@@ -215,6 +220,7 @@ class Worker:
             regions=memory.regions,
             doorbell=memory.doorbell_region,
             ring=memory.ring_region,
+            poster=self._poster,
             on_connected=lambda client: self.status.update(sidecar_up=True),
             on_lost=lambda: self.status.update(sidecar_up=False),
         )
@@ -327,5 +333,7 @@ class Worker:
         if (runner := self._runner) is not None:
             # Ranks get some time to leave.
             await in_thread(runner.close, name="runner-close")
+        if (poster := self._poster) is not None:
+            await in_thread(poster.close, name="poster-close")
         if self._memory is not None:
             self._memory.close()
