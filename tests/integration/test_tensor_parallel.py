@@ -77,7 +77,7 @@ async def test_ranks_answer_as_one_and_a_killed_rank_ends_its_worker(tmp_path: P
 
         # The others are as they were.
         async def serving() -> bool:
-            info = (await two.engine.Describe(pb.DescribeRequest(), timeout=5)).info
+            info = (await two.engine.Describe(pb.DescribeRequest(), timeout=60)).info
             return bool(info.state == pb.WORKER_STATE_SERVING)
 
         await until(serving, "prefill does not serve any more")

@@ -10,7 +10,7 @@ import pytest
 from kvmesh.errors import KvmeshError
 from transfer_kit import Engine, SidecarProcess, make_layout, sidecars, soon
 
-FLAGS = ("--transports=tcp", "--tcp-checksums", "--copy-threads=2", "--heartbeat-s=0.2", "--lease-s=2")
+FLAGS = ("--transports=tcp", "--tcp-checksums", "--copy-threads=2", "--heartbeat-s=0.2", "--lease-s=5")
 LONG_S = 60.0
 
 
