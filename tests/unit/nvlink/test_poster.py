@@ -143,6 +143,21 @@ async def test_steps_in_order_and_one_at_a_time(world: World) -> None:
     assert "before the last one's layers were through" in (await world.next("post_ended")).reason
 
 
+async def test_a_launch_that_fails_costs_its_transfers_and_not_the_step(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("the GPU says no")
+
+    world.post(7, SRC, DST)
+    step = world.step((7, 0, 4))
+    step.layer(0)
+    monkeypatch.setattr(world.backend, "launch", refuse)
+    step.layer(1)
+    step.layer(2)
+    assert (await world.next("post_ended")).reason == "a launch failed: the GPU says no"
+
+
 async def test_a_link_that_is_not_there(world: World) -> None:
     world.release()
     await world.next("peer_released")

@@ -166,12 +166,7 @@ class NvlinkPoster:
                     claims.append(found)
             if not claims:
                 return None
-            return Step(
-                claims, self._places, self._layout, self._backend, self._lock, self._step_launched, self._overlap
-            )
-
-    def _overlap(self, transfer: Transfer) -> None:
-        self._stop(transfer, "a step began before the last one's layers were through")
+            return Step(claims, self._places, self._layout, self._backend, self._lock, self._step_launched, self._stop)
 
     def _step_launched(self, transfers: list[Transfer], over: bool) -> None:
         mark = self._backend.mark() if transfers else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from kvmesh.engine.nvlink.backend import Backend
 from kvmesh.engine.nvlink.rows import Claim, Transfer, batch_of
 from kvmesh.errors import InvalidArgument
 from kvmesh.kv.layout import KvLayout
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Step:
         backend: Backend,
         lock: AbstractContextManager[object],
         launched: Callable[[list[Transfer], bool], None],
-        overlap: Callable[[Transfer], None],
+        stop: Callable[[Transfer, str], None],
     ) -> None:
         self._claims = list(claims)
         self._places = places
@@ -48,7 +51,7 @@ class Step:
         self._backend = backend
         self._lock = lock
         self._launched = launched
-        self._overlap = overlap
+        self._stop = stop
         self._next = 0
         self._prepared: object = None
         self._prepared_at = 0
@@ -70,11 +73,17 @@ class Step:
             if number == 0:
                 for transfer in self.transfers:
                     if transfer.step is not None:
-                        self._overlap(transfer)
+                        self._stop(transfer, "a step began before the last one's layers were through")
                     transfer.step = self
             live = [item for item in self._claims if item.transfer.stopped is None]
             if live:
-                self._launch(live, number)
+                try:
+                    self._launch(live, number)
+                except Exception as error:
+                    # Costs these transfers, not the step of everybody else.
+                    log.exception("nvlink: layer %d cannot be launched", number)
+                    for item in live:
+                        self._stop(item.transfer, f"a launch failed: {error}")
             over = self._next == len(self._places)
             if over:
                 for item in self._claims:
