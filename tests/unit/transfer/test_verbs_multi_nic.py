@@ -568,21 +568,22 @@ async def test_an_engine_that_exits_after_it_left_is_noticed(
 def test_memory_is_named_by_inode_not_by_descriptor_or_address() -> None:
     network = StubNetwork()
     device = Device(network.api(), VerbsOptions())
-    first = Region.create("first", 8192)
-    fd = first.fd
+    first, second = Region.create("first", 8192), Region.create("second", 8192)
     one = device.register_region(first)
-    address = one.address
-    first.close()
-    second = Region.create("second", 8192)
-    assert second.fd == fd, "the number is used again"
-    two = device.register_region(second)
+    # The same number for other memory.
+    os.dup2(second.fd, first.fd)
+    two = device.register_region(first)
     assert two.lkey != one.lkey
-    assert two.address != address, "the first one's mapping lives as long as its registration"
     assert device.registered == 2
-    device.release(one)
-    device.release(two)
+    first.close()
+    third = Region.create("third", 8192)
+    three = device.register_region(third)
+    assert three.address != one.address, "the first one's mapping lives as long as its registration"
+    for memory in (one, two, three):
+        device.release(memory)
     assert device.registered == network.open_objects == 0
     second.close()
+    third.close()
     device.close()
     assert network.violations == []
 
@@ -611,14 +612,15 @@ def test_dmabufs_are_addressed_by_offset() -> None:
         {"length": 1 << 20, "dmabuf": buffer, "offset": 0},
         {"length": 4096, "dmabuf": buffer, "offset": 1 << 16},
     ]
-    os.close(buffer)
     other = os.memfd_create("other")
-    assert other == buffer, "the number is used again"
-    assert device.register_dmabuf(other, 1 << 20).lkey != whole.lkey
+    # The same number for other memory.
+    os.dup2(other, buffer)
+    assert device.register_dmabuf(buffer, 1 << 20).lkey != whole.lkey
+    assert device.registered == 3
     with pytest.raises(InvalidArgument, match="no dmabuf"):
         device.register_dmabuf(1 << 20, 4096)
-    os.close(other)
-    os.close(again)
+    for fd in (other, again, buffer):
+        os.close(fd)
     device.close()
     assert network.open_objects == 0
 
