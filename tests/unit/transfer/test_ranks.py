@@ -19,6 +19,7 @@ from kvmesh.transfer.descriptor import layout_to_proto
 from kvmesh.transfer.link import SidecarLink
 from kvmesh.transfer.rank import RankLink, RankMember
 from kvmesh.transfer.sidecar import Sidecar
+from kvmesh.transfer.sidecar import door as door_module
 from kvmesh.transfer.sidecar import ranks as ranks_module
 from kvmesh.transfer.tail import TailBuffer
 from kvmesh.transfer.wire import PROTOCOL, FrameSocket, exchange, open_unix, pack_frame
@@ -228,6 +229,24 @@ async def test_how_many_wait_is_limited(sidecar: Sidecar, engine: Ranks, monkeyp
         await refused(task, FailedPrecondition, "engine 'e' life 5 registers here, not engine 'x")
     async with asyncio.timeout(WAIT_S):
         await asyncio.gather(leader, engine.join(1), engine.join(2))
+
+
+async def test_how_many_may_be_silent_is_limited(
+    sidecar: Sidecar, engine: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door_module, "MAX_PENDING_HELLOS", 3)
+    silent = [await open_unix(engine.path, 5) for _ in range(3)]
+    await until(lambda: sidecar._server._pending == 3)
+    fourth = await open_unix(engine.path, 5)
+    async with asyncio.timeout(WAIT_S):
+        assert await asyncio.get_running_loop().sock_recv(fourth, 1) == b""
+    fourth.close()
+    # Whoever leaves makes room, and so does its limit of time.
+    for sock in silent:
+        sock.close()
+    await until(lambda: sidecar._server._pending == 0)
+    await engine.connect()
+    assert sidecar._server._pending == 0
 
 
 @pytest.mark.parametrize("who", [0, 1, 2])

@@ -35,13 +35,16 @@ from kvmesh.transfer.sidecar.ranks import (
 )
 from kvmesh.transfer.transports.base import EngineMemory
 from kvmesh.transfer.transports.posted import EnginePoster
-from kvmesh.transfer.transports.shm import listen_unix, prefault
+from kvmesh.transfer.transports.shm import prefault
+from kvmesh.transfer.transports.sockets.listener import Listener, listen_unix
 from kvmesh.transfer.watcher import Patience, RingWatcher
 from kvmesh.transfer.wire import MAX_HELLO_BYTES, FrameSocket
 
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
+# Connections that have not said anything yet.
+MAX_PENDING_HELLOS = 128
 FIXED_FDS = 4
 MAX_REGIONS = 64
 MAX_ORPHANS = 4096
@@ -148,15 +151,15 @@ class EngineServer:
 
     def __init__(self, sidecar: DoorHost) -> None:
         self._sidecar = sidecar
-        self._server: socket.socket | None = None
+        self._listener: Listener | None = None
+        self._pending = 0
         self._tasks = BackgroundTasks()
         self._turn = asyncio.Lock()
         self._lobby = Lobby(self)
 
     async def start(self) -> None:
         """Listen. Raises FailedPrecondition (taken), OSError."""
-        self._server = listen_unix(self._sidecar.options.engine_socket)
-        asyncio.get_running_loop().add_reader(self._server.fileno(), self._accept)
+        self._listener = Listener(listen_unix(self._sidecar.options.engine_socket), self._accept)
 
     def present(self) -> EngineName | None:
         """The engine that is registered and not ending."""
@@ -165,11 +168,12 @@ class EngineServer:
             return None
         return EngineName(session.memory.engine_id, session.memory.incarnation)
 
-    def _accept(self) -> None:
-        assert self._server is not None
-        with contextlib.suppress(OSError):
-            sock, _ = self._server.accept()
-            self._tasks.spawn(self._serve(sock), name="engine", essential=False)
+    def _accept(self, sock: socket.socket) -> None:
+        if self._pending >= MAX_PENDING_HELLOS:
+            sock.close()
+            return
+        self._pending += 1
+        self._tasks.spawn(self._serve(sock), name="engine", essential=False)
 
     async def _serve(self, sock: socket.socket) -> None:
         """One connection, from its hello to the end of its session."""
@@ -177,8 +181,11 @@ class EngineServer:
         fds: list[int] = []
         call_id = 0
         try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                message, fds = await visitor.hello
+            try:
+                async with asyncio.timeout(HELLO_TIMEOUT_S):
+                    message, fds = await visitor.hello
+            finally:
+                self._pending -= 1
             call_id = message.call_id
             if message.WhichOneof("body") == "rank_hello":
                 await self._rank(visitor, message, fds)
@@ -404,11 +411,10 @@ class EngineServer:
 
     async def close(self) -> None:
         """Stop listening and end the session."""
-        if self._server is not None:
-            asyncio.get_running_loop().remove_reader(self._server.fileno())
-            self._server.close()
+        if self._listener is not None:
+            self._listener.close()
             self._sidecar.options.engine_socket.unlink(missing_ok=True)
-            self._server = None
+            self._listener = None
         await self._tasks.close(timeout_s=6 * self._sidecar.options.lease_s)
 
 
