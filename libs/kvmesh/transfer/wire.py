@@ -27,7 +27,8 @@ LINGER_S = 1.0
 # Of a peer that closed its reading side: more than any socket's buffer holds.
 MAX_LAST_READS = 64
 _LENGTH = struct.Struct("<I")
-_READ_BYTES = 256 << 10
+# More would be fetched from the system and given back at every read.
+_READ_BYTES = 64 << 10
 
 
 def pack_frame(message: Message) -> bytes:

@@ -10,6 +10,8 @@ import socket
 from kvmesh.transfer.transports.base import Arrival, Expected, GrantedPages, Inbound
 from kvmesh.transfer.transports.shm.records import KIND_BYTES, KIND_UNMAPPED, RECORD
 
+READ_BYTES = 256 * RECORD.size
+
 
 class ShmInbound(Inbound):
     """The destination's end: reads counts, and knows when the writer can no longer write."""
@@ -76,7 +78,7 @@ class ShmInbound(Inbound):
         if not self._open:
             return
         try:
-            data = self._sock.recv(64 << 10)
+            data = self._sock.recv(READ_BYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:

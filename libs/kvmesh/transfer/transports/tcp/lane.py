@@ -16,6 +16,8 @@ from kvmesh.transfer.native.moves import Memory, Sending
 from kvmesh.transfer.transports.base import Write
 from kvmesh.transfer.transports.tcp.wireformat import ACK, CORRUPT, FLAG_CHECKSUM, HEAD, RUN_BYTES, TRAILER
 
+_READ_BYTES = 256 * ACK.size
+
 
 @dataclass(slots=True, eq=False)
 class Whole:
@@ -92,7 +94,7 @@ class Lane:
     def receive(self) -> list[tuple[Part, str]]:
         """Parts that have been acknowledged, and what was wrong with each. DataLoss, OSError: the link is over."""
         try:
-            data = self.sock.recv(64 << 10)
+            data = self.sock.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):
             return []
         if not data:
