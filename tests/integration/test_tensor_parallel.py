@@ -52,6 +52,18 @@ async def test_ranks_answer_as_one_and_a_killed_rank_ends_its_worker(tmp_path: P
                 assert await answer(one, at_one, length, two) == alone
                 assert await answer(four, at_four, length, two) == alone
 
+            # A sidecar is killed: leader and ranks find its successor, each by itself.
+            four.sidecar.kill()
+            await four.sidecar.wait()
+            await four.start_sidecar()
+
+            async def back() -> bool:
+                info = (await four.engine.Describe(pb.DescribeRequest(), timeout=60)).info
+                return bool(info.kvtransfer_address) and info.state == pb.WORKER_STATE_SERVING
+
+            await until(back, "the engine never joins its sidecar's successor", START_S)
+            assert await answer(four, at_four, LENGTHS[0], two) == await answer(one, at_one, LENGTHS[0], None)
+
             # A rank of prefill is killed: its worker ends with the other rank, and a successor serves.
             fds = [open_pidfd(pid) for pid in two.info["ranks"]]
             os.kill(two.info["ranks"][0], signal.SIGKILL)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,12 +47,14 @@ class _Rank:
 
 
 class RankGroup:
-    """Processes of ranks 1 .. size - 1. `send` and `gather` are for one thread at a time; all else is thread-safe."""
+    """Processes of ranks 1 .. size - 1. `gather` is for one thread at a time; all else is thread-safe."""
 
     def __init__(self, size: int, threads: int) -> None:
         """Start the processes; `threads` is for OpenMP in each of them. Raises Unavailable."""
         self.size = size
         self._lock = threading.Lock()
+        # Frames of two threads must not mix. Not `_lock`: a rank that does not read holds a sender up.
+        self._sending = threading.Lock()
         self._reason: str | None = None
         self._lost = threading.Event()
         self._closing = False
@@ -115,12 +117,16 @@ class RankGroup:
 
     def send(self, kind: Kind, body: bytes = b"") -> None:
         """The same frame to every rank. Raises Unavailable, after which the group is lost."""
+        self._send_each(kind, [body] * len(self._ranks))
+
+    def _send_each(self, kind: Kind, bodies: Sequence[bytes]) -> None:
         self.check()
-        for member in self._ranks:
-            try:
-                send_frame(member.sock, kind, body)
-            except OSError as error:
-                raise self.broken(f"rank {member.rank} takes no message: {error.strerror or error}") from error
+        with self._sending:
+            for member, body in zip(self._ranks, bodies, strict=True):
+                try:
+                    send_frame(member.sock, kind, body)
+                except OSError as error:
+                    raise self.broken(f"rank {member.rank} takes no message: {error.strerror or error}") from error
 
     def note(self, kind: Kind, note: Mapping[str, Any]) -> None:
         """`send` with a JSON object."""
@@ -128,12 +134,7 @@ class RankGroup:
 
     def setup(self, note: Mapping[str, Any]) -> None:
         """SETUP to every rank, with its number in it."""
-        self.check()
-        for member in self._ranks:
-            try:
-                send_frame(member.sock, Kind.SETUP, json.dumps({**note, "rank": member.rank}).encode())
-            except OSError as error:
-                raise self.broken(f"rank {member.rank} takes no message: {error.strerror or error}") from error
+        self._send_each(Kind.SETUP, [json.dumps({**note, "rank": each.rank}).encode() for each in self._ranks])
 
     def gather(self, kind: Kind, timeout_s: float) -> list[Frame]:
         """The next frame of every rank, by rank. Raises Unavailable, after which the group is lost."""
