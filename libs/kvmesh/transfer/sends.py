@@ -281,13 +281,13 @@ class SendTable:
         send.tail_claimed = True
         for name, copy in send.tails.items():
             for src_rank, dst_rank in tail_feeds(send.src_layout.tp, send.dst_layout.tp, send.draw):
-                column = np.asarray([copy.row_bytes], dtype=np.int64)
+                starts = np.arange(0, copy.row_bytes, MAX_RUN_BYTES, dtype=np.int64)
                 rows = _Rows(
                     src_region=send.src_region[name, src_rank],
                     dst_region=send.dst_region[name, dst_rank],
-                    src=column * copy.src_row,
-                    dst=column * copy.dst_row,
-                    length=column,
+                    src=copy.src_row * copy.row_bytes + starts,
+                    dst=copy.dst_row * copy.row_bytes + starts,
+                    length=np.diff(starts, append=copy.row_bytes),
                     nbytes=copy.row_bytes,
                     src_stride=0,
                     dst_stride=0,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvmesh.errors import InvalidArgument
 from kvmesh.kv.layout import KvGroup, KvLayout
 from kvmesh.kv.ring import StepEntry, StepRecord
+from kvmesh.transfer import sends as sends_module
 from kvmesh.transfer.descriptor import slot_bytes
 from kvmesh.transfer.immediate import pack
 from kvmesh.transfer.sends import Send, SendDone, SendDrained, SendTable, TailCopy
@@ -250,6 +251,18 @@ def test_a_tail_goes_once_to_every_rank(src_tp: int, dst_tp: int) -> None:
         assert (hits == (np.arange(TAIL.rows) == 2)[:, None]).all()
     ends.table.tail_ready(send.transfer_id)
     assert ends.table.stale_entries == 1
+
+
+def test_a_long_row_is_cut_into_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sends_module, "MAX_RUN_BYTES", 24)
+    monkeypatch.setattr(sends_module, "MAX_WRITE_BYTES", 48)
+    ends = Ends(shaped(1, 2, LATENT), shaped(1, 2, LATENT))
+    send = ends.send(end=4, tails={TAIL.name: TailCopy(5, 2, TAIL.row_bytes)})
+    ends.table.start(send, 0)
+    ends.table.tail_ready(send.transfer_id)
+    assert [write.length for write in ends.out.writes] == [[24, 24], [16]]
+    assert [write.src for write in ends.out.writes] == [[320, 344], [368]]
+    assert [write.dst for write in ends.out.writes] == [[128, 152], [176]]
 
 
 @pytest.mark.parametrize(("tail", "text"), [(True, "named before"), (False, "has no tail")])
