@@ -87,15 +87,19 @@ def _links(status: MeshStatus, names: dict[str, str]) -> Table:
 
 
 def _judged(status: MeshStatus, names: dict[str, str]) -> Table:
-    """Where there was a choice: all candidates, best first."""
+    """Where there was a choice: all candidates, best first; once where both ends tell the same."""
     table = _table("candidates", "link", "rank", "transport", "verdict", "why")
+    told: set[tuple[str, ...]] = set()
     for worker, reply in status.sidecars.items():
         for link in reply.links if reply is not None else ():
             peer = names.get(link.peer_engine_id, link.peer_engine_id)
             title = f"{worker} → {peer}" if link.direction == "out" else f"{peer} → {worker}"
             for rank, item in enumerate(link.candidates if len(link.candidates) > 1 else (), 1):
                 verdict = "chosen" if item.chosen else ("could be" if item.usable else "no")
-                table.add_row(title, str(rank), item.name, verdict, item.reason)
+                row = (title, str(rank), item.name, verdict, item.reason)
+                if row not in told:
+                    told.add(row)
+                    table.add_row(*row)
     return table
 
 

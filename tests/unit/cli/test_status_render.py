@@ -86,6 +86,19 @@ def test_every_candidate_is_told_with_its_rank_and_reason() -> None:
     assert row(text, "decode-0 → p-engine", "3", "tcp", "could be", "reaches any host")
 
 
+def test_both_ends_of_a_link_tell_its_candidates_once() -> None:
+    mesh = a_mesh()
+    sidecar = mesh.sidecars["decode-0"]
+    assert sidecar is not None
+    other = pb.GetStatusResponse(
+        engine_id="p-engine",
+        links=[pb.LinkStatus(peer_engine_id="d-engine", direction="in", candidates=sidecar.links[0].candidates)],
+    )
+    text = printed(MeshStatus(mesh.fleet, {"decode-0": sidecar, "prefill-0": other}))
+    lines = [line for line in text.splitlines() if "decode-0 → prefill-0" in line]
+    assert len(lines) == 3
+
+
 def test_transports_tell_their_nics_and_how_they_wait() -> None:
     text = printed(a_mesh())
     assert row(text, "verbs", "yes", "mlx5_0 400 Gbit/s", "0", "a polling thread (16 CPUs or more)", "mlx5_0 port 1")

@@ -249,6 +249,8 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
 
     @property
     def waiting(self) -> str:
+        if not self._started:
+            return ""
         how = "a polling thread" if self._spins else "completion channels"
         if self._polling != "auto":
             return f"{how} (by setting)"
