@@ -92,6 +92,7 @@ class _Served:
                     on_joined=lambda inbound, pidfd: self.joined(link, inbound, pidfd),
                     on_ready=lambda: self.ready(link),
                     on_end=lambda reason: self.end(link, reason),
+                    offer=pb.TransportOffer(name="verbs", rails=request["rails"]),
                 )
             )
             reply = pb.PeerHelloReply(link_id=link, regions=self.memory.infos, token=endpoint.token)
@@ -170,8 +171,9 @@ class Destination:
         self.process.stdin.write(json.dumps({"do": do, **fields}).encode() + b"\n")
         return await self._answer()
 
-    async def expect(self, link: int) -> pb.PeerHelloReply:
-        return pb.PeerHelloReply.FromString(base64.b64decode((await self.ask("expect", link=link))["reply"]))
+    async def expect(self, link: int, rails: int = 1) -> pb.PeerHelloReply:
+        answer = await self.ask("expect", link=link, rails=rails)
+        return pb.PeerHelloReply.FromString(base64.b64decode(answer["reply"]))
 
     async def join(self, hello: pb.DataHello) -> pb.DataHelloReply:
         text = base64.b64encode(hello.SerializeToString()).decode()
