@@ -45,7 +45,7 @@ class Child:
         self.pages.zero_()
         self.backend = CudaBackend({("main", 0): self.region}, device)
         self.poster = NvlinkPoster(LAYOUT, self.backend)
-        self.backend.warm(LAYOUT.page_bytes("main"))
+        self.backend.warm()
         self.slot: Any = None
         self.transfer: Any = None
 

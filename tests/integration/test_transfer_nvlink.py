@@ -12,12 +12,13 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from kvmesh.errors import TransferFailed
+from kvmesh.errors import FailedPrecondition, TransferFailed
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from nvlink_kit import PostingEngine
 from transfer_kit import ROOT, Engine, SidecarProcess, make_layout, soon
@@ -129,6 +130,28 @@ async def test_engines_that_do_not_post_take_another_transport(scene: Scene) -> 
     assert transfer.transport == "shm"
     (link,) = [x for x in (await scene.third.status()).links if x.direction == "out"]
     assert "nvlink: the writer's engine does not write by itself" in link.reason
+    await plain.close()
+
+
+async def test_memory_of_a_gpu_is_passed_on_and_not_mapped(scene: Scene) -> None:
+    """Sidecars need no GPU to serve an engine that has one: here its descriptors are of something else."""
+    gpu = Engine("g", scene.third, make_layout(num_pages=50), next(lives))
+    for region in gpu.regions.values():
+        region.memory, region.device = "cuda", "some-uuid"
+    await gpu.connect()
+    assert {(x.memory, x.device) for x in gpu.client.region_infos} == {("cuda", "some-uuid")}
+    assert gpu.client.transports == ["nvlink"]
+    status = {x.name: (x.usable, x.reason) for x in (await scene.third.status()).transports}
+    assert status["nvlink"][0]
+    assert status["shm"] == status["tcp"] == (False, "does not reach cuda memory")
+    assert "/memfd:g-main" not in Path(f"/proc/{scene.third.pid}/maps").read_text()  # noqa: ASYNC240
+    slot = await gpu.open(DST)
+    with pytest.raises(FailedPrecondition, match="nvlink: host memory there, cuda here; shm: does not reach cuda"):
+        await soon(scene.source.client.start_transfer(gpu.describe(slot, DST), {"main": SRC}, ready_pages=6))
+    await gpu.close()
+    # The next engine has memory that all of them reach.
+    plain = await Engine("q", scene.third, make_layout(), next(lives)).connect()
+    assert plain.client.transports == ["nvlink", "shm", "tcp"]
     await plain.close()
 
 

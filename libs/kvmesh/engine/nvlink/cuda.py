@@ -21,9 +21,11 @@ from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 
 # Half of an H200's multiprocessors, 64 KiB in flight each: within 2 % of what all of them reach, the rest computes.
 BLOCKS = 66
-MAX_BLOCK_WORDS = 8192
+# Words of 8 bytes (of one byte where rows are not aligned: the largest alone). A few sizes, so that all are compiled
+# before they are needed.
+BLOCK_WORDS = (512, 2048, 8192)
+MAX_BLOCK_WORDS = BLOCK_WORDS[-1]
 WORDS_PER_WARP = 512
-MIN_EXACT_WORDS = 512
 # Counters that the last block stores at a time.
 COUNTERS = 32
 # Tables under way, and words of each: five a row. Larger ones, or more, cost an allocation.
@@ -187,7 +189,7 @@ class CudaBackend:
         columns = rows.columns if rows is not None else (prepared.counters,) * 5
         count = rows.rows if rows is not None else 0
         word = 8 if rows is None or rows.aligned else 1
-        block = block_words(rows.longest // word) if rows is not None else MAX_BLOCK_WORDS
+        block = block_words(rows.longest // word) if rows is not None and word == 8 else MAX_BLOCK_WORDS
         chunks = -(-rows.longest // (block * word)) if rows is not None else 0
         # The same number of warps, whatever the block.
         grid = max(1, min(self._blocks * (MAX_BLOCK_WORDS // block), layers * count * chunks))
@@ -239,11 +241,11 @@ class CudaBackend:
         assert isinstance(mark, torch.cuda.Event)
         return bool(mark.query())  # type: ignore[no-untyped-call]
 
-    def warm(self, page_bytes: int) -> None:
-        """Compile for whole pages of that size before the first step needs it."""
-        for longest in {page_bytes, min(page_bytes, self.max_row)}:
-            word = 8 if longest % ALIGNED == 0 else 1
-            self._kernel(block_words(longest // word), word)
+    def warm(self) -> None:
+        """Compile what any step may need, before the first one waits for it."""
+        for block in BLOCK_WORDS:
+            self._kernel(block, 8)
+        self._kernel(MAX_BLOCK_WORDS, 1)
         self._upload([np.zeros(1, dtype=np.int64)])
         self.stream.synchronize()
 
@@ -253,8 +255,5 @@ class CudaBackend:
 
 
 def block_words(words: int) -> int:
-    """Words that a block copies at a time: a power of two that divides the rows, where that is not too small."""
-    exact = words & -words
-    if exact < MIN_EXACT_WORDS:
-        exact = max(256, 1 << max(1, words).bit_length() - 1)
-    return min(MAX_BLOCK_WORDS, exact)
+    """Words that a block copies at a time, for rows of at most so many: the largest that they fill."""
+    return max((block for block in BLOCK_WORDS if block <= words), default=BLOCK_WORDS[0])
