@@ -166,3 +166,28 @@ async def test_one_that_has_begun_is_accepted_and_then_cancelled(world: World, m
 async def test_a_call_that_is_not_there_is_nothing(world: World) -> None:
     world.source.client._send(pb.EngineMessage(cancel_start=pb.CancelStart(call_id=12345)))
     await world.move()
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_one_that_the_sidecar_reads_together_with_its_end(world: World, turns: int) -> None:
+    """Both in one read: the start has a task by then, which has not had its first turn."""
+    for _ in range(20):
+        slot = await world.target.open(DST)
+        descriptor = world.target.describe(slot, DST)
+        start = world.start(descriptor)
+        for _ in range(1 + turns):
+            await asyncio.sleep(0)
+        world.source.client.give_up_start(descriptor, "not wanted any more")
+        try:
+            transfer = await soon(start)
+        except Cancelled:
+            pass
+        else:
+            await world.source.client.cancel_transfer(transfer, "not wanted any more")
+            with pytest.raises(TransferFailed, match="not wanted any more"):
+                await soon(transfer.done)
+        session: Any = world.here.sidecar.session
+        await until(lambda: session.idle and not session._starts)  # noqa: B023
+        await world.target.client.close_slot(slot, "over")
+        await soon(slot.drained)
+    await world.move()

@@ -66,6 +66,7 @@ class _Start:
     """A StartTransfer that has no answer yet. given_up: why the engine does not want it any more."""
 
     task: asyncio.Task[None] | None = None
+    entered: bool = False
     send: Send | None = None
     given_up: str = ""
 
@@ -197,12 +198,16 @@ class EngineSession:
         if start is None or start.given_up:
             return
         start.given_up = cancel.reason[:500] or "given up by the engine"
-        # From there on the mover must say when it has stopped reading.
-        if not start.begun and start.task is not None:
+        # A task that is cancelled before its first step never runs, and would answer nothing. And once the mover has
+        # begun, it must say when it has stopped reading.
+        if start.entered and not start.begun and start.task is not None:
             start.task.cancel()
 
     async def _start_transfer(self, call_id: int, request: pb.StartTransfer, start: _Start) -> None:
+        start.entered = True
         try:
+            if start.given_up:
+                raise Cancelled(start.given_up)
             transfer = await self._started(request, start)
             self.tell(
                 pb.SidecarMessage(
