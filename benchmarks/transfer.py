@@ -11,7 +11,8 @@ sees the ring, its mover moves scattered pages, the other sidecar counts the byt
     python benchmarks/transfer.py [--parts curve,peers,doorbell] [--transport shm|tcp|all] [--reps 30]
                                   [--peer-python FILE] [--streams N] [--out FILE]
 
-`make`-like: with --parts curve,peers,doorbell and --peer-python it measures everything that docs/figures.md has.
+At its end it prints the tables of docs/figures.md. All that is there comes from
+    python benchmarks/transfer.py --parts curve,peers,doorbell --peer-python FILE --out benchmarks/results/transfer.json
 """
 
 from __future__ import annotations
@@ -162,6 +163,44 @@ async def contest(transport: str, page_bytes: int, reps: int, streams: int, pyth
     }
 
 
+def tables(rows: list[Row]) -> str:
+    """What docs/figures.md shows, in its form."""
+    lines = []
+    by_part = {part: [row for row in rows if row["part"] == part] for part in ("curve", "peers", "doorbell")}
+    if by_part["curve"]:
+        lines += ["| | size of a slot | p50 | p99 | GB/s | floor GB/s | ratio |", "|---|---|---|---|---|---|---|"]
+        for row in by_part["curve"]:
+            nbytes = int(row["bytes"])  # type: ignore[call-overload]
+            size = f"{nbytes >> 20} MiB" if nbytes >> 20 else f"{nbytes >> 10} KiB"
+            lines.append(
+                f"| {row['transport']} | {size} | {row['p50_ms']:.2f} ms | {row['p99_ms']:.2f} ms | {row['gb_s']:.2f}"
+                f" | {row['floor_gb_s']:.2f} | {row['ratio']:.2f} |"
+            )
+            if "iperf_gb_s" in row:
+                share = row["gb_s"] / row["iperf_gb_s"]  # type: ignore[operator]
+                lines.append(f"| iperf3 -P {row['iperf_streams']} | | | | {row['iperf_gb_s']:.2f} | | {share:.2f} |")
+        lines.append("")
+    if by_part["peers"]:
+        lines += ["| 64 MiB in pages of | kvmesh | NIXL (UCX) | Mooncake | × the better |", "|---|---|---|---|---|"]
+        for row in by_part["peers"]:
+            rates = dict(row["gb_s"])  # type: ignore[call-overload]
+            ours = rates.pop("kvmesh")
+            others = " | ".join(f"{rates[name]:.2f}" if name in rates else "" for name in ("nixl", "mooncake"))
+            page = int(row["page_bytes"]) >> 10  # type: ignore[call-overload]
+            lines.append(
+                f"| {page} KiB, {row['transport']} | {ours:.2f} | {others} | {ours / max(rates.values()):.1f} |"
+            )
+        lines.append("")
+    if by_part["doorbell"]:
+        lines += ["| layers of | way | p50 | p99 | CPU of the mover a layer |", "|---|---|---|---|---|"]
+        for row in by_part["doorbell"]:
+            lines.append(
+                f"| {row['layer_ms']:.1f} ms | {row['way']} | {row['p50_us']:.0f} µs | {row['p99_us']:.0f} µs"
+                f" | {row['cpu_us_a_layer']:.0f} µs |"
+            )
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="curve", help="of curve, peers, doorbell; with commas between them")
@@ -197,6 +236,7 @@ def main() -> int:
         }
         command = ["benchmarks/transfer.py", *(x for x in sys.argv[1:] if "/" not in x)]
         args.out.write_text(json.dumps({"command": command, "machine": machine, "rows": rows}, indent=1) + "\n")
+    print("\n" + tables(rows))
     return 0
 
 

@@ -160,7 +160,7 @@ class RawLoopback:
 
 
 class Iperf:
-    """iperf3 over loopback for half a second a round; GB/s that the server received."""
+    """iperf3 over loopback for a second a round; GB/s that the server received."""
 
     def __init__(self, streams: int) -> None:
         self.streams = max(1, streams)
@@ -175,8 +175,8 @@ class Iperf:
 
     def run(self) -> float:
         """GB/s."""
-        command = ["iperf3", "-c", "127.0.0.1", "-p", str(self.port), "-t", "0.5", "-P", str(self.streams), "-J"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        command = ["iperf3", "-c", "127.0.0.1", "-p", str(self.port), "-t", "1", "-P", str(self.streams), "-J"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         return float(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]) / 8e9
 
     def close(self) -> None:
