@@ -402,3 +402,62 @@ async def test_the_stream_is_the_only_thread_that_writes(scene: Scene) -> None:
     source.step(transfer, 3, 3)
     await soon(slot.completed)
     assert threads == {"kvmesh-host-stream"}
+
+
+async def test_random_ends_leave_no_foreign_byte(scene: Scene) -> None:
+    """Transfers that end anywhere, several at a time: what completed is whole, and pages that came back stay as their
+    owner left them."""
+    source, target = scene.source, scene.target
+    rng = np.random.default_rng(11)
+    ours = np.zeros(target.layout.num_pages, dtype=np.uint8)
+    free = set(range(target.layout.num_pages))
+    ends: dict[str, int] = {"whole": 0, "closed": 0, "cancelled": 0}
+
+    async def one(number: int) -> None:
+        count = int(rng.integers(1, 9))
+        while len(free) < count:
+            await asyncio.sleep(0.005)
+        dst = [int(page) for page in rng.permutation(sorted(free))[:count]]
+        free.difference_update(dst)
+        src = [int(page) for page in rng.permutation(source.layout.num_pages)[:count]]
+        how = str(rng.choice(["whole", "closed", "cancelled"]))
+        ready = int(rng.integers(0, count + 1))
+        slot = await soon(target.open(dst, request_id=str(number)))
+        transfer: Any = await soon(
+            source.client.start_transfer(target.describe(slot, dst), {"main": src}, ready_pages=ready)
+        )
+        first, last = ready, count if how == "whole" else int(rng.integers(ready, count + 1))
+        while first < last:
+            pages = int(rng.integers(1, last - first + 1))
+            # A step of its own for each transfer: none is under way in another's await.
+            source.step(transfer, first, pages)
+            first += pages
+            await asyncio.sleep(0)
+        if how == "closed":
+            await target.client.close_slot(slot, "not wanted")
+        elif how == "cancelled":
+            await source.client.cancel_transfer(transfer, "no time")
+        await asyncio.wait([slot.drained], timeout=60)
+        assert slot.drained.done()
+        if slot.completed.exception() is None:
+            np.testing.assert_array_equal(target.pages[:, dst], source.pages[:, src])
+        else:
+            assert how != "whole"
+        with contextlib.suppress(TransferFailed):
+            await soon(transfer.done)
+        ends[how] += 1
+        # The pages are their owner's again.
+        ours[dst] = number % 251 + 1
+        target.pages[:, dst] = (number % 251 + 1) & 0xFF
+        free.update(dst)
+
+    for start in range(0, 90, 3):
+        await asyncio.gather(*(one(start + i) for i in range(3)))
+        idle = sorted(free)
+        assert len(idle) == target.layout.num_pages
+        for page in idle:
+            if ours[page]:
+                assert (target.pages[:, page] == ours[page]).all()
+    assert min(ends.values()) > 5
+    assert (await target.sidecar.status()).slots_open == 0
+    assert not source.poster._transfers
