@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.errors import KvmeshError
+from kvmesh.transfer.native.moves import library
 from kvmesh.transfer.transports.verbs import VerbsOptions
 from kvmesh.transfer.transports.verbs.device import Device
 from kvmesh.transfer.transports.verbs.shim import load
@@ -18,3 +19,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "rdma" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def native_code() -> None:
+    """What sidecars compile at their first start takes a minute in the VM: that is not theirs to wait for."""
+    library()
