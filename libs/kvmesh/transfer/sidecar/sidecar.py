@@ -11,6 +11,7 @@ from kvmesh.errors import FailedPrecondition, KvmeshError
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import Deadline
 from kvmesh.transfer.mover import Mover
+from kvmesh.transfer.native.moves import library
 from kvmesh.transfer.sends import SendEvent
 from kvmesh.transfer.sidecar.door import EngineServer
 from kvmesh.transfer.sidecar.engine import EngineSession
@@ -52,6 +53,8 @@ class Sidecar:
 
     async def start(self) -> None:
         """Start transports and the mover. Raises FailedPrecondition where no transport can be used."""
+        # Compiled now where it has to be, and beside the loop: later an engine would wait for it.
+        await asyncio.to_thread(library)
         for name, transport in self.configured.items():
             try:
                 await transport.start()
