@@ -123,6 +123,24 @@ class Child:
         except Exception as error:
             return str(error)
 
+    async def cancel(self) -> None:
+        await self.client.cancel_transfer(self.transfer, "no time")
+
+    async def outcome(self) -> bool:
+        """Whether the slot completed, once it is drained."""
+        await asyncio.wait_for(asyncio.shield(self.slot.drained), 30)
+        return self.slot.completed.exception() is None
+
+    async def own(self, pages: list[int], value: int) -> None:
+        """Use pages for something else."""
+        self.pages[:, pages] = value
+        torch.cuda.synchronize()
+
+    async def owned(self, pages: list[int], value: int) -> bool:
+        """Whether they are as `own` left them."""
+        torch.cuda.synchronize()
+        return bool((self.pages[:, pages] == value).all())
+
     async def peers(self) -> int:
         return len(self.poster._peers)
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -139,6 +140,39 @@ async def test_abort_with_a_launch_in_flight(tmp_path: Path) -> None:
         await begin(prefill, decode, ready=8)
         await decode.ask("completed")
         assert await decode.ask("digests", pages=DST) == want
+
+
+async def test_random_ends_leave_no_foreign_byte(tmp_path: Path) -> None:
+    """Pages that came back stay as their owner left them, though the stream was behind when they were given up."""
+    draw = random.Random(5)
+    async with scene(tmp_path) as (prefill, decode):
+        await prefill.ask("fill", seed=3)
+        owned: dict[tuple[int, ...], int] = {}
+        ends = {"whole": 0, "closed": 0, "cancelled": 0}
+        for number in range(24):
+            pages = draw.sample([page for page in range(256) if not any(page in key for key in owned)], 8)
+            sources = draw.sample(range(256), 8)
+            descriptor = await decode.ask("open", pages=pages)
+            ready = draw.randrange(8)
+            await prefill.ask("start", descriptor=descriptor, pages=sources, ready=ready)
+            end = draw.choice(sorted(ends))
+            layers = 8 if end == "whole" else draw.randrange(9)
+            await prefill.ask("step", first=ready, count=8 - ready, layers=layers, hold_ms=draw.choice([0, 0, 20, 100]))
+            if end == "closed":
+                await decode.ask("close_slot")
+            elif end == "cancelled":
+                await prefill.ask("cancel")
+            if await decode.ask("outcome"):
+                assert await decode.ask("digests", pages=pages) == await prefill.ask("digests", pages=sources)
+            else:
+                assert end != "whole"
+            ends[end] += 1
+            await decode.ask("own", pages=pages, value=number + 1)
+            owned[tuple(pages)] = number + 1
+            await prefill.ask("settle")
+            for key, value in owned.items():
+                assert await decode.ask("owned", pages=list(key), value=value)
+        assert min(ends.values()) > 2
 
 
 async def test_the_source_is_killed(tmp_path: Path) -> None:
