@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -97,9 +98,68 @@ class _Member:
         assert rings == list(range(runner.info.num_layers)), rings
         return step.logits.numpy().copy() if self.rank == 0 else None
 
+    def appended_at_rings(self, key: int, memory: int, step: list[tuple[Any, ...]], pid: int, fds: list[int]) -> Any:
+        """Run a step in which every rank but the first is slow to append. On rank 0: for each ring, on which ranks the
+        layer's KV of the first slice's first page is there (`fds`: their regions, filled with 0x7F before)."""
+        runner = self.runners[key]
+        layout, views, doorbell = self.memory[memory]
+        group = layout.groups[0]
+        runner.bind(layout, views, doorbell)
+        batch = StepBatch(1, [Slice(i, *each) for i, each in enumerate(step)])
+        if self.rank:
+            with _slow_append(runner.model):
+                runner.compute(batch, runner.prepare(batch), score=False)
+            return None
+        page = int(batch.slices[0].block_table[0])
+        nbytes = layout.region_bytes(group)
+        regions = [Region.adopt(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), nbytes).view() for fd in fds]
+        seen: list[list[bool]] = []
+
+        def on_layer(layer: int) -> None:
+            at = layout.page_offset(group, layer, page)
+            seen.append([bool((region[at : at + layout.page_bytes(group)] != 0x7F).any()) for region in regions])
+
+        runner.compute(batch, runner.prepare(batch), on_layer)
+        return seen
+
     def collective(self, key: int, name: str, values: Any, dtype: torch.dtype) -> Any:
         group = self.runners[key].tp
         return getattr(group, name)(torch.tensor(values, dtype=dtype)).tolist()
+
+
+@contextlib.contextmanager
+def _slow_append(model: Any) -> Iterator[None]:
+    """Writing KV takes so long that whoever does not wait for it comes first."""
+    from kvmesh.models import llama
+
+    if model.backend == "native":
+        library = model._library
+
+        class Slow:
+            def __getattr__(self, name: str) -> Any:
+                if name == "kvmesh_attention_in":
+                    time.sleep(0.1)
+                return getattr(library, name)
+
+        # Looked up once a step: the first layer is late, and with it all that follow.
+        model._library = Slow()
+        try:
+            yield
+        finally:
+            model._library = library
+        return
+
+    append = llama.append_kv
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.1)
+        append(*arguments)
+
+    llama.append_kv = slow
+    try:
+        yield
+    finally:
+        llama.append_kv = append
 
 
 # --- in the test -----------------------------------------------------------------------------------------------------

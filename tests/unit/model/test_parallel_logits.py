@@ -5,6 +5,7 @@ KV is carried from prefill's regions to decode's by the planner. Compared with t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvmesh.layers.native.build import NativeUnavailable, load_library
+from kvmesh.layers.native.build import status
 from model_harness import assert_close
-from parallel_kit import Memory, RankPool, Shards, apart, carry, rank_pool
+from parallel_kit import GREEDY, Memory, RankPool, Shards, apart, carry, rank_pool
 
 SIZES = (1, 2, 4)
 PAGE = 16
@@ -36,6 +37,11 @@ MODELS = {
         "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
     },
 }  # fmt: skip
+
+
+def need_kernels() -> None:
+    if (have := status()) != "native":
+        pytest.skip(have)
 
 
 @pytest.fixture(scope="module")
@@ -147,12 +153,22 @@ def test_pages_that_were_not_carried_are_noticed(world: World) -> None:
         assert_close(shards.step(target, (PROMPT[n:], n, dst)), world.one[:1])
 
 
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_the_leader_rings_when_every_rank_has_appended(world: World, backend: str) -> None:
+    shards = world.shards[4]
+    if backend == "native":
+        need_kernels()
+        shards = world.pool.load(world.directory, 4, "bf16", "native")
+    memory = shards.memory(PAGE, num_pages=8)
+    step = [(np.asarray(PROMPT[:20], dtype=np.int32), 0, memory.table(20), GREEDY)]
+    fds = [regions["full"].fd for regions in memory.regions]
+    seen = world.pool.call(4, "appended_at_rings", shards.key, memory.key, step, os.getpid(), fds)[0]
+    assert seen == [[True] * 4] * BASE["num_hidden_layers"]
+
+
 def test_compiled_kernels_share_too(world: World) -> None:
     """bf16 weights and KV, fp32 activations and sums: near one rank on the kernels, and near fp32."""
-    try:
-        load_library()
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
+    need_kernels()
     shards = {tp: world.pool.load(world.directory, tp, "bf16", "native") for tp in SIZES}
     sides = {tp: (each, each.memory(PAGE)) for tp, each in shards.items()}
     one = apart(sides[1], (shards[1], shards[1].memory(PAGE)), PROMPT, PAGE + 1)
