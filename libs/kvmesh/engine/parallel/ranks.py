@@ -105,9 +105,10 @@ class RankGroup:
             listeners = self._listeners if first and not self._closing else []
         if first:
             log.error("tensor parallel group lost: %s", told)
-            self.kill()
+            self._kill()
             for listener in listeners:
                 listener(told)
+            self._reap()
         return Unavailable(told)
 
     def broken(self, reason: str) -> KvmeshError:
@@ -174,8 +175,14 @@ class RankGroup:
 
     def kill(self) -> None:
         """SIGKILL to every rank that still runs, and reap them."""
+        self._kill()
+        self._reap()
+
+    def _kill(self) -> None:
         for member in self._ranks:
             member.process.kill()
+
+    def _reap(self) -> None:
         for member in self._ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 member.process.wait(_REAP_S)
