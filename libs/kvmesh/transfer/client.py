@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.descriptor import groups_to_proto, layout_to_proto
 from kvmesh.transfer.orphans import Writers
-from kvmesh.transfer.posting import POSTER_MESSAGES, Poster
+from kvmesh.transfer.posting import MAX_PASSED_FDS, POSTER_MESSAGES, Poster
 from kvmesh.transfer.tail import TailBuffer, check_tails, region_sizes, rows_to_proto
 from kvmesh.transfer.wire import MAX_HELLO_BYTES, PROTOCOL, FrameSocket, open_unix
 
@@ -59,6 +59,20 @@ def _start_key(descriptor: pb.Descriptor) -> tuple[str, int, int, int]:
 def refusal(refused: pb.Refused) -> KvmeshError:
     """What the sidecar refused, as the error that it is."""
     return _BY_REASON.get(refused.reason, Unavailable)(refused.message)
+
+
+def region_infos(regions: Mapping[str, Region], names: Iterable[str], rank: int) -> list[pb.RegionInfo]:
+    """One rank's regions, as its hello tells of them."""
+    return [
+        pb.RegionInfo(
+            group=name,
+            rank=rank,
+            nbytes=regions[name].nbytes,
+            memory=regions[name].memory,
+            device=regions[name].device,
+        )
+        for name in names
+    ]
 
 
 class SlotResult(NamedTuple):
@@ -188,16 +202,7 @@ class SidecarClient:
             engine_id=self.engine_id,
             incarnation=self.incarnation,
             layout=layout_to_proto(self.layout, self.tails),
-            regions=[
-                pb.RegionInfo(
-                    group=name,
-                    rank=0,
-                    nbytes=regions[name].nbytes,
-                    memory=regions[name].memory,
-                    device=regions[name].device,
-                )
-                for name in names
-            ],
+            regions=region_infos(regions, names, rank=0),
             posts=self._poster.transports if self._poster is not None else (),
             doorbell_bytes=doorbell.nbytes,
             ring_bytes=ring.nbytes,
@@ -206,7 +211,7 @@ class SidecarClient:
         )
         sock = await open_unix(path, timeout_s)
         self._frames = FrameSocket(
-            sock, on_frame=self._on_frame, on_closed=self._on_closed, max_frame=MAX_HELLO_BYTES, max_fds=64
+            sock, on_frame=self._on_frame, on_closed=self._on_closed, max_frame=MAX_HELLO_BYTES, max_fds=MAX_PASSED_FDS
         )
         pidfd = open_pidfd()
         try:
@@ -214,6 +219,8 @@ class SidecarClient:
             answer = await self._call(pb.EngineMessage(hello=hello), fds, limit_s=timeout_s)
         finally:
             os.close(pidfd)
+        # A transfer that is handed to a poster has page lists as long as those that were sent.
+        self._frames.restrict(max_fds=MAX_PASSED_FDS)
         self._sidecar = self._writers.sidecar_joined(_peer_pidfd(sock))
         wanted = {(name, rank) for name in names for rank in range(self.layout.tp)}
         if answer.WhichOneof("body") != "hello" or {(r.group, r.rank) for r in answer.hello.regions} != wanted:

@@ -17,6 +17,8 @@ POSTER_MESSAGES = frozenset({"peer_memory", "post_transfer", "stop_transfer", "r
 GENERATION_SHIFT = 44
 BYTES_MASK = (1 << GENERATION_SHIFT) - 1
 WORD_BYTES = 8
+# Descriptors that come with one message: a peer's regions and counters.
+MAX_PASSED_FDS = 64
 
 
 class Poster(Protocol):

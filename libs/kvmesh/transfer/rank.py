@@ -20,7 +20,7 @@ from kvmesh.kv.pidfd import open_pidfd
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import cancel_and_wait
-from kvmesh.transfer.client import refusal
+from kvmesh.transfer.client import refusal, region_infos
 from kvmesh.transfer.descriptor import layout_to_proto
 from kvmesh.transfer.link import BACKOFF_S
 from kvmesh.transfer.tail import TailBuffer, check_tails, region_sizes
@@ -77,7 +77,7 @@ class RankMember:
             incarnation=incarnation,
             rank=rank,
             layout=layout_to_proto(layout, tails),
-            regions=[pb.RegionInfo(group=name, rank=rank, nbytes=regions[name].nbytes) for name in names],
+            regions=region_infos(regions, names, rank),
             protocol=PROTOCOL,
             doorbell_bytes=doorbell.nbytes if doorbell is not None else 0,
         )

@@ -67,9 +67,16 @@ class RingWatcher:
     def __init__(
         self, ring: Region, doorbells: Region | Sequence[Region], eventfd: int, patience: Patience | None = None
     ) -> None:
-        self._ring = StepRing(ring.buf)
         rung = [doorbells] if isinstance(doorbells, Region) else doorbells
-        self._doorbells = [Doorbell(doorbell.buf) for doorbell in rung]
+        self._doorbells: list[Doorbell] = []
+        try:
+            for doorbell in rung:
+                self._doorbells.append(Doorbell(doorbell.buf))
+            self._ring = StepRing(ring.buf)
+        except BaseException:
+            for bell in self._doorbells:
+                bell.close()
+            raise
         self._bells = Bells([doorbell.address for doorbell in self._doorbells])
         self._patience = patience or Patience.named("auto")
         self.eventfd = eventfd

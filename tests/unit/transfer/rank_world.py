@@ -13,6 +13,7 @@ from kvmesh.kv.region import Region
 from kvmesh.rpc import MeshChannel
 from kvmesh.transfer.client import SidecarClient
 from kvmesh.transfer.orphans import Writers
+from kvmesh.transfer.posting import Poster
 from kvmesh.transfer.rank import RankMember
 from kvmesh.transfer.sidecar import Sidecar, SidecarOptions
 from kvmesh.transfer.tail import TailBuffer, region_sizes
@@ -33,10 +34,12 @@ def _no_channel(address: str) -> MeshChannel:
 
 
 @contextlib.asynccontextmanager
-async def running_sidecar(folder: Path, *, rank_join_s: float = WAIT_S) -> AsyncIterator[Sidecar]:
+async def running_sidecar(
+    folder: Path, *, rank_join_s: float = WAIT_S, transports: tuple[str, ...] = ("shm", "tcp")
+) -> AsyncIterator[Sidecar]:
     """A sidecar without a control API."""
     options = SidecarOptions(
-        "s", folder / "s.sock", _no_channel, transports=("shm", "tcp"), lease_s=2.0, rank_join_s=rank_join_s
+        "s", folder / "s.sock", _no_channel, transports=transports, lease_s=2.0, rank_join_s=rank_join_s
     )
     sidecar = Sidecar(options, on_engine=lambda present: None)
     await sidecar.start()
@@ -77,7 +80,7 @@ class Ranks:
         self.client: SidecarClient | None = None
         self.members: dict[int, RankMember] = {}
 
-    async def lead(self, timeout_s: float = WAIT_S) -> SidecarClient:
+    async def lead(self, timeout_s: float = WAIT_S, poster: Poster | None = None) -> SidecarClient:
         self.lost.clear()
         self.client = await SidecarClient.connect(
             self.path,
@@ -91,6 +94,7 @@ class Ranks:
             timeout_s=timeout_s,
             on_lost=self.lost.set,
             writers=self.writers,
+            poster=poster,
         )
         return self.client
 

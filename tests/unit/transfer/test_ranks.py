@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -21,7 +23,9 @@ from kvmesh.transfer.rank import RankLink, RankMember
 from kvmesh.transfer.sidecar import Sidecar
 from kvmesh.transfer.sidecar import door as door_module
 from kvmesh.transfer.sidecar import ranks as ranks_module
+from kvmesh.transfer.sidecar.door import Visitor
 from kvmesh.transfer.tail import TailBuffer
+from kvmesh.transfer.transports.shm import transport as shm_module
 from kvmesh.transfer.wire import PROTOCOL, FrameSocket, exchange, open_unix, pack_frame
 from rank_world import WAIT_S, Ranks, descriptors, make_layout, mappings, running_sidecar
 
@@ -353,3 +357,124 @@ async def test_a_rank_with_a_doorbell_of_its_own_holds_layers_back(sidecar: Side
     assert watcher._rung() == 2
     await engine.close()
     own.close()
+
+
+async def test_who_does_not_belong_is_refused_at_once_while_an_engine_is_let_in(
+    sidecar: Sidecar, engine: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the last rank has come, and by an engine of one rank, which waits for nobody."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(regions: object, *, write: bool) -> None:
+        begun.set()
+        go_on.wait(WAIT_S)
+
+    monkeypatch.setattr(door_module, "prefault", slow)
+    single = Ranks(engine.path, make_layout(tp=1), engine_id="single")
+    stray = asyncio.ensure_future(engine.join(1))
+    await until(lambda: waiting(sidecar) == 1)
+    leader = asyncio.ensure_future(single.lead())
+    await refused(stray, FailedPrecondition, "engine 'single' life 5 registers here, not engine 'e'")
+    go_on.set()
+    async with asyncio.timeout(WAIT_S):
+        await leader
+    await single.close()
+    begun.clear()
+    go_on.clear()
+    joining = asyncio.ensure_future(engine.connect())
+    await until(begun.is_set)
+    await refused(engine.join(1), FailedPrecondition, "rank 1 of engine 'e' life 5 has joined already")
+    await refused(engine.join(1, incarnation=6), FailedPrecondition, "engine 'e' life 5 registers here")
+    assert not joining.done()
+    go_on.set()
+    async with asyncio.timeout(WAIT_S):
+        await joining
+
+
+async def test_a_doorbell_that_is_none_is_refused_alone(sidecar: Sidecar, engine: Ranks) -> None:
+    leader = asyncio.ensure_future(engine.lead())
+    await until(lambda: sidecar._server._lobby.leader is not None)
+    with Region.create("small", 8) as small:
+        await refused(engine.join(1, doorbell=small), InvalidArgument, "a doorbell has 64 bytes at least, not 8")
+    assert not leader.done()
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(engine.join(1), engine.join(2), leader)
+
+
+class Elsewhere(Region):
+    """Says that it is a GPU's."""
+
+    memory = "cuda"
+    device = "GPU-1"
+
+
+async def test_all_ranks_have_one_kind_of_memory(tmp_path: Path) -> None:
+    async with running_sidecar(tmp_path, transports=("nvlink", "tcp")) as sidecar:
+        engine = Ranks(sidecar.options.engine_socket, make_layout(tp=2))
+        plain = engine.regions[1]
+        held = [{name: Elsewhere.hold(os.dup(region.fd), region.nbytes) for name, region in regions.items()}
+                for regions in engine.regions]  # fmt: skip
+        engine.regions[0] = held[0]
+        leader = asyncio.ensure_future(engine.lead())
+        await until(lambda: sidecar._server._lobby.leader is not None)
+        await refused(engine.join(1), InvalidArgument, "rank 1 of .* has host memory, its leader cuda")
+        engine.regions[1] = held[1]
+        async with asyncio.timeout(WAIT_S):
+            client, _ = await asyncio.gather(leader, engine.join(1))
+        assert {(info.memory, info.device) for info in client.region_infos} == {("cuda", "GPU-1")}
+        assert client.transports == ["nvlink"]
+        await engine.close()
+        for region in plain.values():
+            region.close()
+
+
+async def test_more_regions_than_a_message_passes_leave_the_other_transports(
+    sidecar: Sidecar, engine: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm_module, "MAX_FDS", 5)
+    await engine.connect()
+    assert engine.client is not None
+    assert engine.client.transports == ["tcp"]
+    assert "at most 5 regions, the engine has 6" in sidecar.transports["shm"].ready[1]
+
+
+class _Poster:
+    """An engine's that is never asked."""
+
+    transports = ("nvlink",)
+
+    def lost(self) -> None:
+        pass
+
+
+async def test_a_poster_that_leaves_while_it_is_let_in_leaves_nothing(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(regions: object, *, write: bool) -> None:
+        begun.set()
+        go_on.wait(WAIT_S)
+
+    monkeypatch.setattr(door_module, "prefault", slow)
+    engine = Ranks(sidecar.options.engine_socket, make_layout(tp=1))
+    before, mapped = descriptors(), mappings()
+    seen = asyncio.Event()
+    over = Visitor._over
+
+    def watched(self: Visitor, why: str) -> None:
+        over(self, why)
+        seen.set()
+
+    monkeypatch.setattr(Visitor, "_over", watched)
+    leader = asyncio.ensure_future(engine.lead(poster=_Poster()))
+    await until(begun.is_set)
+    leader.cancel()
+    async with asyncio.timeout(WAIT_S):
+        await seen.wait()
+    go_on.set()
+    await until(lambda: not sidecar._server._turn.locked())
+    gc.collect()
+    await until(lambda: descriptors() == before)
+    assert mappings() == mapped
+    await engine.close()

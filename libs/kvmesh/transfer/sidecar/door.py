@@ -277,17 +277,26 @@ class EngineServer:
     async def _register(
         self, visitor: Visitor, message: pb.EngineMessage, fds: list[int]
     ) -> tuple[EngineSession, list[Seat]]:
-        """Take the hello in, and the ranks. What is taken out of `fds` is ours; the rest is closed by the caller."""
+        """Check the hello and take it in, with its ranks. What is taken out of `fds` is ours; the rest is closed by the
+        caller."""
         hello = message.hello
         name = check_names(hello.protocol, hello.engine_id, hello.incarnation)
         if len(hello.orphan_links) > MAX_ORPHANS:
             raise InvalidArgument(f"hello: more than {MAX_ORPHANS} orphans")
-        shape = EngineShape.of(hello.layout)
+        shape = EngineShape.of(hello.layout, hello.regions)
         here = {0, *(info.rank for info in hello.regions)}
         if not here <= set(range(shape.layout.tp)):
             raise InvalidArgument(f"hello: rank {max(here)} is not one of {shape.layout.tp}")
         check_regions(hello.regions, shape, here)
         check_pidfd(fds[0])
+        with self._lobby.registering(name, shape):
+            return await self._let_in(visitor, message, fds, shape, here)
+
+    async def _let_in(
+        self, visitor: Visitor, message: pb.EngineMessage, fds: list[int], shape: EngineShape, here: set[int]
+    ) -> tuple[EngineSession, list[Seat]]:
+        """A hello that is in order. here: the ranks whose memory it brings."""
+        hello = message.hello
         owner = Life(fds[0])
         opened: list[Region] = []
         seats: list[Seat] = []
@@ -301,9 +310,7 @@ class EngineServer:
             os.set_blocking(eventfd, False)
             visitor.watch(fds.pop(0))
             others = [rank for rank in range(shape.layout.tp) if rank not in here]
-            if others:
-                timeout_s = self._sidecar.options.rank_join_s
-                seats = await self._lobby.gather(name, shape, others, visitor.closed, timeout_s)
+            seats = await self._lobby.gather(others, visitor.closed, self._sidecar.options.rank_join_s)
             regions = [*opened[2:], *(region for seat in seats for region in seat.regions)]
             mapped = all(region.mapped for region in regions)
             if mapped and any(name in self._sidecar.transports for name in ("shm", "fake")):
@@ -342,7 +349,11 @@ class EngineServer:
                 owner=owner,
             )
             if hello.posts:
-                memory.poster = EnginePoster(visitor.frames.send, visitor.pidfd_copy(), hello.posts)
+                try:
+                    memory.poster = EnginePoster(visitor.frames.send, visitor.pidfd_copy(), hello.posts)
+                except BaseException:
+                    watcher.close()
+                    raise
             session = await self._attach(visitor, memory, watcher)
         except BaseException as error:
             if memory.poster is not None:

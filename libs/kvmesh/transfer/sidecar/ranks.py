@@ -7,8 +7,9 @@ leader, and is held for a limited time; how many are held is limited too. What d
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,9 +17,11 @@ from kvmesh.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument,
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.pidfd import check_pidfd
 from kvmesh.kv.region import Region
+from kvmesh.kv.ring import DOORBELL_BYTES
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.descriptor import MAX_ID_CHARS, layout_from_proto
 from kvmesh.transfer.tail import TailBuffer, region_sizes, tails_from_proto
+from kvmesh.transfer.transports.base import HOST_MEMORY
 from kvmesh.transfer.wire import PROTOCOL
 
 # Held at a time, over all engines that are on their way; each region is two descriptors.
@@ -44,12 +47,15 @@ class EngineShape:
 
     layout: KvLayout
     tails: tuple[TailBuffer, ...]
+    # host or cuda: all regions of an engine are of one kind.
+    memory: str
 
     @classmethod
-    def of(cls, message: pb.Layout) -> EngineShape:
-        """Checked. Raises InvalidArgument."""
+    def of(cls, message: pb.Layout, infos: Sequence[pb.RegionInfo]) -> EngineShape:
+        """Of a hello, checked; its regions by `check_regions`. Raises InvalidArgument."""
         layout = layout_from_proto(message)
-        return cls(layout, tails_from_proto(message, layout))
+        memory = next((info.memory for info in infos if info.memory), HOST_MEMORY)
+        return cls(layout, tails_from_proto(message, layout), memory)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -130,10 +136,12 @@ def adopt_rank(hello: pb.RankHello, fds: list[int], closed: asyncio.Future[str],
     """The seat of a rank, its memory mapped. `fds`: pidfd, doorbell where there is one, regions; all but the pidfd are
     taken out as they are adopted. Raises KvmeshError; nothing stays mapped then."""
     name = check_names(hello.protocol, hello.engine_id, hello.incarnation)
-    shape = EngineShape.of(hello.layout)
+    shape = EngineShape.of(hello.layout, hello.regions)
     if not 1 <= hello.rank < shape.layout.tp:
         raise InvalidArgument(f"hello: rank {hello.rank} is not one of 1..{shape.layout.tp - 1}")
     check_regions(hello.regions, shape, [hello.rank])
+    if 0 < hello.doorbell_bytes < DOORBELL_BYTES:
+        raise InvalidArgument(f"hello: a doorbell has {DOORBELL_BYTES} bytes at least, not {hello.doorbell_bytes}")
     check_pidfd(fds[0])
     opened: list[Region] = []
     try:
@@ -163,8 +171,9 @@ class Lobby:
         self._door = door
         self._waiting: dict[tuple[EngineName, int], Seat] = {}
         self._changed = asyncio.Event()
-        # The leader that waits for its ranks now.
+        # The leader that is being registered now, and whether all of its ranks have come.
         self._leader: tuple[EngineName, EngineShape] | None = None
+        self._complete = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -183,6 +192,8 @@ class Lobby:
             raise FailedPrecondition(f"{present} is registered here, not {seat.name}")
         if self._leader is not None:
             _check_fits(seat, *self._leader)
+        if self._complete:
+            raise FailedPrecondition(f"rank {seat.rank} of {seat.name} has joined already")
         if self._has(seat.name, seat.rank):
             raise FailedPrecondition(f"rank {seat.rank} of {seat.name} waits here already")
         regions = sum(len(other.regions) for other in self._waiting.values()) + len(seat.regions)
@@ -196,42 +207,50 @@ class Lobby:
         if self._waiting.get((seat.name, seat.rank)) is seat:
             del self._waiting[seat.name, seat.rank]
 
-    async def gather(
-        self, name: EngineName, shape: EngineShape, ranks: Sequence[int], closed: asyncio.Future[str], timeout_s: float
-    ) -> list[Seat]:
-        """Wait for these ranks, and take them. Raises DeadlineExceeded naming who is missing, Unavailable (the leader
-        has gone). One call at a time."""
-        deadline = time.monotonic() + timeout_s
+    @contextlib.contextmanager
+    def registering(self, name: EngineName, shape: EngineShape) -> Iterator[None]:
+        """While a leader is registered: who waits and does not belong to it is sent away, and so is who comes. One at a
+        time."""
         self._leader = (name, shape)
         try:
-            while True:
-                self._changed.clear()
-                for seat in list(self._waiting.values()):
-                    try:
-                        _check_fits(seat, name, shape)
-                    except KvmeshError as error:
-                        self.leave(seat)
-                        seat.refuse(error)
-                missing = [rank for rank in ranks if not self._has(name, rank)]
-                if not missing:
-                    break
-                changed: asyncio.Future[Any] = asyncio.ensure_future(self._changed.wait())
+            for seat in list(self._waiting.values()):
                 try:
-                    either: set[asyncio.Future[Any]] = {changed, closed}
-                    left = max(0.0, deadline - time.monotonic())
-                    await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    changed.cancel()
-                if closed.done():
-                    raise Unavailable("the leader has gone before its ranks came")
-                if time.monotonic() >= deadline:
-                    named = ", ".join(map(str, missing[:16]))
-                    raise DeadlineExceeded(f"rank {named} of {shape.layout.tp} did not join within {timeout_s:g} s")
+                    _check_fits(seat, name, shape)
+                except KvmeshError as error:
+                    self.leave(seat)
+                    seat.refuse(error)
+            yield
         finally:
             self._leader = None
+            self._complete = False
+
+    async def gather(self, ranks: Sequence[int], closed: asyncio.Future[str], timeout_s: float) -> list[Seat]:
+        """Wait for these ranks of the engine that is being registered, and take them. Raises DeadlineExceeded (naming
+        who is missing), Unavailable (the leader has gone)."""
+        assert self._leader is not None
+        name, shape = self._leader
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._changed.clear()
+            missing = [rank for rank in ranks if not self._has(name, rank)]
+            if not missing:
+                break
+            changed: asyncio.Future[Any] = asyncio.ensure_future(self._changed.wait())
+            try:
+                either: set[asyncio.Future[Any]] = {changed, closed}
+                left = max(0.0, deadline - time.monotonic())
+                await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
+            if closed.done():
+                raise Unavailable("the leader has gone before its ranks came")
+            if time.monotonic() >= deadline:
+                named = ", ".join(map(str, missing[:16]))
+                raise DeadlineExceeded(f"rank {named} of {shape.layout.tp} did not join within {timeout_s:g} s")
         seats = [self._waiting.pop((name, rank)) for rank in ranks]
         for seat in seats:
             seat.taken = True
+        self._complete = True
         return seats
 
     def _has(self, name: EngineName, rank: int) -> bool:
@@ -242,5 +261,9 @@ class Lobby:
 def _check_fits(seat: Seat, name: EngineName, shape: EngineShape) -> None:
     if seat.name != name:
         raise FailedPrecondition(f"{name} registers here, not {seat.name}")
+    if seat.shape.memory != shape.memory:
+        raise InvalidArgument(
+            f"rank {seat.rank} of {seat.name} has {seat.shape.memory} memory, its leader {shape.memory}"
+        )
     if seat.shape != shape:
         raise InvalidArgument(f"rank {seat.rank} of {seat.name} has another layout than its leader")

@@ -19,6 +19,7 @@ from pathlib import Path
 from kvmesh.errors import FailedPrecondition, InvalidArgument
 from kvmesh.kv.fds import close_fds
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
+from kvmesh.transfer.posting import MAX_PASSED_FDS
 from kvmesh.transfer.transports.base import (
     Arrival,
     Completion,
@@ -35,8 +36,6 @@ from kvmesh.transfer.transports.shm import KIND_UNMAPPED, RECORD, ShmInbound, Sh
 from kvmesh.transfer.wire import open_unix
 
 log = logging.getLogger(__name__)
-# Regions and counters of a peer, as a client takes them.
-MAX_PASSED_FDS = 64
 # An engine drains in milliseconds. One that takes longer is heard later, by a notice.
 RELEASE_S = 5.0
 
@@ -224,6 +223,8 @@ class NvlinkTransport(ShmTransport):
         return poster if poster is not None and self.name in poster.transports else None
 
     def fits(self, memory: EngineMemory) -> tuple[bool, str]:
+        if len(memory.regions) >= MAX_PASSED_FDS:
+            return False, f"passes at most {MAX_PASSED_FDS - 1} regions, the engine has {len(memory.regions)}"
         return True, "descriptors of any memory"
 
     def offer(self) -> pb.TransportOffer:
@@ -239,11 +240,6 @@ class NvlinkTransport(ShmTransport):
         if offer.memory != mine:
             return False, f"{offer.memory} memory there, {mine or 'none'} here"
         return True, f"same host (boot id), {mine} memory at both ends"
-
-    def register(self, memory: EngineMemory) -> None:
-        if len(memory.regions) >= MAX_PASSED_FDS:
-            raise InvalidArgument(f"nvlink passes at most {MAX_PASSED_FDS - 1} regions, not {len(memory.regions)}")
-        super().register(memory)
 
     def holds(self, link_id: int) -> bool:
         poster = self._poster

@@ -47,10 +47,10 @@ class ShmTransport(SocketTransport):
             return False, "another host"
         return True, "same host (boot id)"
 
-    def register(self, memory: EngineMemory) -> None:
+    def fits(self, memory: EngineMemory) -> tuple[bool, str]:
         if len(memory.regions) > MAX_FDS:
-            raise InvalidArgument(f"shm passes at most {MAX_FDS} regions, the engine has {len(memory.regions)}")
-        super().register(memory)
+            return False, f"passes at most {MAX_FDS} regions, the engine has {len(memory.regions)}"
+        return super().fits(memory)
 
     async def connect(self, reply: pb.PeerHelloReply, sidecar_id: str, timeout_s: float) -> Outbound:
         if self.memory is None:
