@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,8 @@ from kvmesh.transfer import client as client_module
 from kvmesh.transfer.client import SidecarClient
 from kvmesh.transfer.link import SidecarLink
 from kvmesh.transfer.orphans import Writers
-from kvmesh.transfer.wire import FrameSocket
+from kvmesh.transfer.posting import Poster
+from kvmesh.transfer.wire import MAX_HELLO_BYTES, FrameSocket
 from test_sends import LAYOUT
 
 
@@ -66,7 +67,7 @@ class Rig:
         self.ring = Region.create("ring", 4096)
         self.clients: list[SidecarClient] = []
 
-    async def connect(self) -> SidecarClient:
+    async def connect(self, poster: Poster | None = None) -> SidecarClient:
         client = await SidecarClient.connect(
             self.sidecar.path,
             engine_id="e",
@@ -78,6 +79,7 @@ class Rig:
             timeout_s=5,
             on_lost=lambda: None,
             writers=self.writers,
+            poster=poster,
         )
         self.clients.append(client)
         return client
@@ -201,3 +203,46 @@ async def test_the_link_tries_again_after_an_error_of_the_system(rig: Rig, monke
     finally:
         with contextlib.suppress(KvmeshError, OSError):
             await link.close()
+
+
+class _Poster:
+    """Keeps what it is told."""
+
+    transports = ("nvlink",)
+
+    def __init__(self) -> None:
+        self.taken: asyncio.Queue[pb.SidecarMessage] = asyncio.Queue()
+
+    def connected(self, tell: Callable[[pb.EngineMessage], None]) -> None:
+        pass
+
+    def take(self, message: pb.SidecarMessage, take_fds: Callable[[int], list[int]]) -> None:
+        self.taken.put_nowait(message)
+
+    def pages_ready(self, transfer_id: int, first: int, count: int) -> None:
+        pass
+
+    def tail_ready(self, transfer_id: int) -> None:
+        pass
+
+    def when_drained(self, done: Callable[[], None], transfer_id: int | None = None) -> None:
+        done()
+
+    def lost(self) -> None:
+        pass
+
+    async def leave(self, timeout_s: float) -> None:
+        pass
+
+
+async def test_a_long_transfer_comes_back_to_its_poster_whole(rig: Rig) -> None:
+    """What may be sent to the sidecar, a prompt of a million pages, is as long when it is handed over."""
+    poster = _Poster()
+    await rig.connect(poster)
+    pages = pb.GroupPages(group="main", pages=range(1 << 20, 3 << 19))
+    post = pb.PostTransfer(transfer_id=1, request=pb.StartTransfer(pages=[pages]))
+    message = pb.SidecarMessage(post_transfer=post)
+    assert message.ByteSize() > MAX_HELLO_BYTES
+    rig.sidecar.frames[0].send(message)
+    async with asyncio.timeout(60):
+        assert await poster.taken.get() == message
