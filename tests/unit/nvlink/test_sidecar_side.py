@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.immediate import MAX_SLOTS, pack
 from kvmesh.transfer.transports.base import Arrival
 from kvmesh.transfer.transports.counters import CounterWatch, LinkCounters
+from kvmesh.transfer.transports.nvlink import NvlinkOutbound
 from kvmesh.transfer.transports.posted import EnginePoster
 
 
@@ -172,4 +174,32 @@ async def test_a_transfer_ends_once() -> None:
     assert ends == [(5, "enough")]
     engine.poster.stop(9, "again")
     assert engine.heard.empty()
+    engine.poster.lost()
+
+
+async def test_a_closed_link_leaves_descriptors_of_others_alone() -> None:
+    """It is looked at once more when its stream has ended in order, and its engine may speak late: by then the number
+    of its descriptor may be a socket's."""
+    engine = Engine()
+    ours, theirs = socket.socketpair()
+    link = NvlinkOutbound(ours, 1, engine.poster)
+    number = link._wake
+    link.fence("over")
+    link.close()
+    await link.released()
+    other, peer = socket.socketpair()
+    for sock in (other, peer):
+        sock.setblocking(False)
+    os.dup2(other.fileno(), number)
+    try:
+        peer.send(b"12345678")
+        assert link.poll(1) == []
+        assert other.recv(64) == b"12345678"
+        link.ended(9, 5, "")
+        with pytest.raises(BlockingIOError):
+            peer.recv(64)
+    finally:
+        os.close(number)
+        for sock in (theirs, other, peer):
+            sock.close()
     engine.poster.lost()

@@ -75,8 +75,10 @@ class NvlinkOutbound(Outbound):
 
     def poll(self, budget: int) -> list[Completion]:
         self._look()
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+        if not self._closed:
+            # Behind `close` the descriptor's number may be another's.
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
         while self._ended:
             transfer_id, nbytes, reason = self._ended.popleft()
             if transfer_id not in self._writes:
@@ -134,6 +136,9 @@ class NvlinkOutbound(Outbound):
 
     def ended(self, transfer_id: int, nbytes: int, reason: str) -> None:
         """On the loop: the engine has ended a transfer."""
+        if self._closed:
+            # Later than anybody waited for it: the fence has ended it here.
+            return
         self._ended.append((transfer_id, nbytes, reason))
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
