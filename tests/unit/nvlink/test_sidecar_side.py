@@ -181,15 +181,15 @@ async def test_a_closed_link_leaves_descriptors_of_others_alone() -> None:
     """It is looked at once more when its stream has ended in order, and its engine may speak late: by then the number
     of its descriptor may be a socket's."""
     engine = Engine()
+    other, peer = socket.socketpair()
+    for sock in (other, peer):
+        sock.setblocking(False)
     ours, theirs = socket.socketpair()
     link = NvlinkOutbound(ours, 1, engine.poster)
     number = link._wake
     link.fence("over")
     link.close()
     await link.released()
-    other, peer = socket.socketpair()
-    for sock in (other, peer):
-        sock.setblocking(False)
     os.dup2(other.fileno(), number)
     try:
         peer.send(b"12345678")
