@@ -478,3 +478,39 @@ async def test_a_poster_that_leaves_while_it_is_let_in_leaves_nothing(
     await until(lambda: descriptors() == before)
     assert mappings() == mapped
     await engine.close()
+
+
+async def test_a_rank_whose_memory_the_leader_brings_is_refused(sidecar: Sidecar, engine: Ranks) -> None:
+    early = asyncio.ensure_future(engine.join(1))
+    await until(lambda: waiting(sidecar) == 1)
+    infos = [
+        pb.RegionInfo(group=name, rank=rank, nbytes=region.nbytes)
+        for rank in (0, 1)
+        for name, region in engine.regions[rank].items()
+    ]
+    hello = pb.EngineHello(
+        engine_id="e", incarnation=5, layout=layout_to_proto(engine.layout), regions=infos, protocol=PROTOCOL,
+        doorbell_bytes=engine.doorbell.nbytes, ring_bytes=engine.ring.nbytes,
+    )  # fmt: skip
+    pidfd, eventfd = open_pidfd(), os.eventfd(0)
+    memory = [region.fd for rank in (0, 1) for region in engine.regions[rank].values()]
+    sock = await open_unix(engine.path, 5)
+    leader = asyncio.ensure_future(
+        exchange(
+            sock,
+            pb.EngineMessage(call_id=1, hello=hello),
+            [pidfd, engine.doorbell.fd, engine.ring.fd, eventfd, *memory],
+            max_fds=0,
+            timeout_s=WAIT_S,
+        )
+    )
+    await refused(early, FailedPrecondition, "rank 1 of engine 'e' life 5 has joined already")
+    await refused(engine.join(1), FailedPrecondition, "rank 1 of engine 'e' life 5 has joined already")
+    assert not leader.done()
+    await engine.join(2)
+    async with asyncio.timeout(WAIT_S):
+        body, _ = await leader
+    assert len(pb.SidecarMessage.FromString(body).hello.regions) == 6
+    sock.close()
+    os.close(pidfd)
+    os.close(eventfd)

@@ -268,8 +268,11 @@ class EngineServer:
             if present is not None and not present.ending:
                 raise FailedPrecondition(f"engine {present.memory.engine_id!r} is registered here")
             if present is not None:
-                async with asyncio.timeout(4 * self._sidecar.options.lease_s):
-                    await self._sidecar.vacant.wait()
+                try:
+                    async with asyncio.timeout(4 * self._sidecar.options.lease_s):
+                        await self._sidecar.vacant.wait()
+                except TimeoutError:
+                    raise DeadlineExceeded(f"engine {present.memory.engine_id!r} is being torn down still") from None
             if self._sidecar.draining:
                 raise Unavailable("this sidecar is shutting down")
             yield
@@ -289,13 +292,13 @@ class EngineServer:
             raise InvalidArgument(f"hello: rank {max(here)} is not one of {shape.layout.tp}")
         check_regions(hello.regions, shape, here)
         check_pidfd(fds[0])
-        with self._lobby.registering(name, shape):
-            return await self._let_in(visitor, message, fds, shape, here)
+        with self._lobby.registering(name, shape, set(range(shape.layout.tp)) - here):
+            return await self._let_in(visitor, message, fds, shape)
 
     async def _let_in(
-        self, visitor: Visitor, message: pb.EngineMessage, fds: list[int], shape: EngineShape, here: set[int]
+        self, visitor: Visitor, message: pb.EngineMessage, fds: list[int], shape: EngineShape
     ) -> tuple[EngineSession, list[Seat]]:
-        """A hello that is in order. here: the ranks whose memory it brings."""
+        """A hello that is in order."""
         hello = message.hello
         owner = Life(fds[0])
         opened: list[Region] = []
@@ -309,8 +312,7 @@ class EngineServer:
             eventfd = fds[1]
             os.set_blocking(eventfd, False)
             visitor.watch(fds.pop(0))
-            others = [rank for rank in range(shape.layout.tp) if rank not in here]
-            seats = await self._lobby.gather(others, visitor.closed, self._sidecar.options.rank_join_s)
+            seats = await self._lobby.gather(visitor.closed, self._sidecar.options.rank_join_s)
             regions = [*opened[2:], *(region for seat in seats for region in seat.regions)]
             mapped = all(region.mapped for region in regions)
             if mapped and any(name in self._sidecar.transports for name in ("shm", "fake")):

@@ -164,6 +164,27 @@ class Present(Protocol):
         """The engine that is registered and not ending, None where the place is free."""
 
 
+@dataclass(slots=True)
+class _Leader:
+    """A leader that is being registered. ranks: those that it still waits for."""
+
+    name: EngineName
+    shape: EngineShape
+    ranks: frozenset[int]
+
+    def check(self, seat: Seat) -> None:
+        """Raises FailedPrecondition, InvalidArgument where this rank is none of those."""
+        if seat.name != self.name:
+            raise FailedPrecondition(f"{self.name} registers here, not {seat.name}")
+        here, there = self.shape.memory, seat.shape.memory
+        if here != there:
+            raise InvalidArgument(f"rank {seat.rank} of {seat.name} has {there} memory, its leader {here}")
+        if seat.shape != self.shape:
+            raise InvalidArgument(f"rank {seat.rank} of {seat.name} has another layout than its leader")
+        if seat.rank not in self.ranks:
+            raise FailedPrecondition(f"rank {seat.rank} of {seat.name} has joined already")
+
+
 class Lobby:
     """Ranks that wait. Lives on the loop."""
 
@@ -171,9 +192,8 @@ class Lobby:
         self._door = door
         self._waiting: dict[tuple[EngineName, int], Seat] = {}
         self._changed = asyncio.Event()
-        # The leader that is being registered now, and whether all of its ranks have come.
-        self._leader: tuple[EngineName, EngineShape] | None = None
-        self._complete = False
+        # That is being registered now.
+        self._leader: _Leader | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -181,7 +201,7 @@ class Lobby:
     @property
     def leader(self) -> EngineName | None:
         """That of the engine that is being registered."""
-        return self._leader[0] if self._leader is not None else None
+        return self._leader.name if self._leader is not None else None
 
     def enter(self, seat: Seat) -> None:
         """Hold a rank. Raises FailedPrecondition, InvalidArgument (it belongs to nobody here), Overloaded."""
@@ -191,9 +211,7 @@ class Lobby:
                 raise FailedPrecondition(f"rank {seat.rank} of {seat.name} has joined already")
             raise FailedPrecondition(f"{present} is registered here, not {seat.name}")
         if self._leader is not None:
-            _check_fits(seat, *self._leader)
-        if self._complete:
-            raise FailedPrecondition(f"rank {seat.rank} of {seat.name} has joined already")
+            self._leader.check(seat)
         if self._has(seat.name, seat.rank):
             raise FailedPrecondition(f"rank {seat.rank} of {seat.name} waits here already")
         regions = sum(len(other.regions) for other in self._waiting.values()) + len(seat.regions)
@@ -208,31 +226,30 @@ class Lobby:
             del self._waiting[seat.name, seat.rank]
 
     @contextlib.contextmanager
-    def registering(self, name: EngineName, shape: EngineShape) -> Iterator[None]:
-        """While a leader is registered: who waits and does not belong to it is sent away, and so is who comes. One at a
-        time."""
-        self._leader = (name, shape)
+    def registering(self, name: EngineName, shape: EngineShape, ranks: Iterable[int]) -> Iterator[None]:
+        """While a leader is registered: who waits and is none of these ranks is sent away, and so is who comes. One at
+        a time."""
+        self._leader = _Leader(name, shape, frozenset(ranks))
         try:
             for seat in list(self._waiting.values()):
                 try:
-                    _check_fits(seat, name, shape)
+                    self._leader.check(seat)
                 except KvmeshError as error:
                     self.leave(seat)
                     seat.refuse(error)
             yield
         finally:
             self._leader = None
-            self._complete = False
 
-    async def gather(self, ranks: Sequence[int], closed: asyncio.Future[str], timeout_s: float) -> list[Seat]:
-        """Wait for these ranks of the engine that is being registered, and take them. Raises DeadlineExceeded (naming
+    async def gather(self, closed: asyncio.Future[str], timeout_s: float) -> list[Seat]:
+        """Wait for the ranks of the engine that is being registered, and take them. Raises DeadlineExceeded (naming
         who is missing), Unavailable (the leader has gone)."""
-        assert self._leader is not None
-        name, shape = self._leader
+        leader = self._leader
+        assert leader is not None
         deadline = time.monotonic() + timeout_s
         while True:
             self._changed.clear()
-            missing = [rank for rank in ranks if not self._has(name, rank)]
+            missing = [rank for rank in sorted(leader.ranks) if not self._has(leader.name, rank)]
             if not missing:
                 break
             changed: asyncio.Future[Any] = asyncio.ensure_future(self._changed.wait())
@@ -246,24 +263,14 @@ class Lobby:
                 raise Unavailable("the leader has gone before its ranks came")
             if time.monotonic() >= deadline:
                 named = ", ".join(map(str, missing[:16]))
-                raise DeadlineExceeded(f"rank {named} of {shape.layout.tp} did not join within {timeout_s:g} s")
-        seats = [self._waiting.pop((name, rank)) for rank in ranks]
+                raise DeadlineExceeded(f"rank {named} of {leader.shape.layout.tp} did not join within {timeout_s:g} s")
+        seats = [self._waiting.pop((leader.name, rank)) for rank in sorted(leader.ranks)]
         for seat in seats:
             seat.taken = True
-        self._complete = True
+        # None is awaited any more.
+        leader.ranks = frozenset()
         return seats
 
     def _has(self, name: EngineName, rank: int) -> bool:
         seat = self._waiting.get((name, rank))
         return seat is not None and not seat.closed.done()
-
-
-def _check_fits(seat: Seat, name: EngineName, shape: EngineShape) -> None:
-    if seat.name != name:
-        raise FailedPrecondition(f"{name} registers here, not {seat.name}")
-    if seat.shape.memory != shape.memory:
-        raise InvalidArgument(
-            f"rank {seat.rank} of {seat.name} has {seat.shape.memory} memory, its leader {shape.memory}"
-        )
-    if seat.shape != shape:
-        raise InvalidArgument(f"rank {seat.rank} of {seat.name} has another layout than its leader")
