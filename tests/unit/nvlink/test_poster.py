@@ -6,10 +6,12 @@ import asyncio
 import os
 import re
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvmesh.engine.nvlink.backend import Batch, PeerMapping
 from kvmesh.errors import InvalidArgument
 from kvmesh.kv.planner import expected_bytes
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
@@ -282,3 +284,118 @@ async def test_a_lost_sidecar_hears_nothing_and_its_successor_what_was_unmapped(
     world.poster.connected(world.said.put_nowait)
     assert (await world.next("peer_released")).link_id == 1
     assert world.said.empty()
+
+
+async def test_ready_pages_that_cannot_be_launched_end_behind_what_was(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first launch is in flight when the second fails: no end may be said before it has landed."""
+    launch = world.backend.launch
+    calls = 0
+
+    def refuse(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        launch(*args)
+        raise RuntimeError("the GPU says no")
+
+    world.backend.gate.clear()
+    monkeypatch.setattr(world.backend, "launch", refuse)
+    world.post(7, SRC, DST, ready=4)
+    assert calls == 1
+    world.memory(link_id=2)
+    assert (await world.next("peer_mapped")).link_id == 2
+    world.memory(link_id=3)
+    assert (await world.next("peer_mapped")).link_id == 3
+    assert 7 in world.poster._transfers, "it is in flight"
+    world.backend.gate.set()
+    ended = await world.next("post_ended")
+    assert (ended.transfer_id, ended.bytes, ended.reason) == (7, 0, "a launch failed: the GPU says no")
+
+
+async def test_what_fails_behind_a_step_costs_its_transfer_and_not_the_engine(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(batch: Batch) -> object:
+        raise RuntimeError("no memory for the table")
+
+    world.post(7, SRC[:2], DST[:2], slot=1)
+    world.post(8, SRC[2:], DST[2:], slot=2)
+    step = world.step((7, 0, 1), (8, 0, 2))
+    world.poster.pages_ready(7, 1, 1)
+    step.layer(0)
+    step.layer(1)
+    monkeypatch.setattr(world.backend, "prepare", refuse)
+    step.layer(2)
+    ends = {end.transfer_id: end.reason for end in [await world.next("post_ended") for _ in range(2)]}
+    assert ends == {7: "a launch failed: no memory for the table", 8: ""}
+
+
+async def test_no_end_is_said_where_the_stream_cannot_be_marked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> object:
+        raise RuntimeError("the context is lost")
+
+    world.post(7, SRC, DST)
+    step = world.step((7, 0, 4))
+    with monkeypatch.context() as patch:
+        patch.setattr(world.backend, "mark", refuse)
+        step.layer(0)
+        world.stop(7, "enough")
+        for link_id in (2, 3):
+            world.memory(link_id=link_id)
+            assert (await world.next("peer_mapped")).link_id == link_id
+    assert 7 in world.poster._transfers
+    world.poster._transfers[7].mark = None
+    assert (await world.next("post_ended")).reason == "enough"
+
+
+async def test_two_entries_of_one_transfer_in_a_step_count_together(world: World) -> None:
+    page = world.source.layout.page_bytes("main")
+    world.post(7, SRC, DST)
+    step = world.step((7, 2, 2), (7, 0, 1))
+    step.layer(0)
+    await world.settle()
+    assert int(world.words[0, 3]) & BYTES_MASK == 3 * page
+    world.poster.pages_ready(7, 1, 1)
+    step.layer(1)
+    step.layer(2)
+    ended = await world.next("post_ended")
+    assert (ended.bytes, ended.reason) == (4 * LAYERS * page, "")
+    assert int(world.words[0, 3]) & BYTES_MASK == ended.bytes
+    np.testing.assert_array_equal(world.target.rank(0)[:, DST], world.source.rank(0)[:, SRC])
+
+
+async def test_memory_that_cannot_be_unmapped_keeps_no_other_from_being_said(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = world.backend.close_peer
+
+    def refuse(peer: PeerMapping) -> None:
+        if peer is stuck:
+            raise RuntimeError("it is in use")
+        close(peer)
+
+    world.memory(link_id=2)
+    assert (await world.next("peer_mapped")).ok
+    stuck = world.poster._peers[1].mapping
+    monkeypatch.setattr(world.backend, "close_peer", refuse)
+    # Both in one turn, the one that fails first.
+    with world.poster._lock:
+        world.release(1)
+        world.release(2)
+    assert (await world.next("peer_released")).link_id == 2
+    close(stuck)
+
+
+async def test_memory_that_comes_while_the_engine_leaves_is_let_go_of_too(world: World) -> None:
+    world.backend.gate.clear()
+    world.post(7, SRC, DST, ready=4)
+    leaving = asyncio.create_task(world.poster.leave(WAIT_S))
+    await asyncio.sleep(0)
+    world.memory(link_id=2)
+    assert (await world.next("peer_mapped")).ok
+    world.backend.gate.set()
+    async with asyncio.timeout(WAIT_S / 2):
+        await leaving
+    said = [world.said.get_nowait() for _ in range(world.said.qsize())]
+    assert {x.peer_released.link_id for x in said if x.WhichOneof("body") == "peer_released"} == {1, 2}

@@ -12,10 +12,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kvmesh.engine.nvlink.backend import Backend
+from kvmesh.engine.nvlink.backend import Backend, Batch
 from kvmesh.engine.nvlink.rows import Claim, Peer, Transfer, batch_of, check_peer, claim, tail_batch, transfer_of
 from kvmesh.engine.nvlink.steps import Step, places_of
 from kvmesh.errors import InvalidArgument, KvmeshError
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 MIN_SLEEP_S = 20e-6
 MAX_SLEEP_S = 1e-3
 SLEEP_PART = 1 / 8
+# A point in the stream that could not be marked: what was launched may be in flight for as long as the process lives.
+UNKNOWN = object()
 
 
 class NvlinkPoster:
@@ -130,10 +132,12 @@ class NvlinkPoster:
         with self._changed:
             for transfer in self._transfers.values():
                 self._stop(transfer, "the engine leaves")
-            for link_id in [*self._peers, *self._mapping]:
-                self._release(link_id, "the engine leaves")
         until = time.monotonic() + timeout_s
         while (self._peers or self._mapping or self._transfers) and time.monotonic() < until:
+            with self._changed:
+                # Also of a link that comes meanwhile.
+                for link_id in self._peers:
+                    self._release(link_id, "the engine leaves")
             await asyncio.sleep(0.002)
         # What was said on the other thread is behind this on the loop.
         await asyncio.sleep(0)
@@ -169,9 +173,10 @@ class NvlinkPoster:
             return Step(claims, self._places, self._layout, self._backend, self._lock, self._step_launched, self._stop)
 
     def _step_launched(self, transfers: list[Transfer], over: bool) -> None:
-        mark = self._backend.mark() if transfers else None
+        mark = self._mark() if transfers else None
         for transfer in transfers:
             transfer.mark = mark
+        for transfer in transfers:
             self._post_deferred(transfer)
         if over:
             self._changed.notify()
@@ -183,7 +188,10 @@ class NvlinkPoster:
             return claim(transfer, self._layout, self._backend, first, count)
         except KvmeshError as error:
             self._stop(transfer, error.message)
-            return None
+        except Exception as error:
+            log.exception("nvlink: pages cannot be claimed")
+            self._stop(transfer, f"its pages cannot be claimed: {error}")
+        return None
 
     def _post(self, post: pb.PostTransfer) -> None:
         with self._changed:
@@ -214,29 +222,48 @@ class NvlinkPoster:
             self._stop(transfer, "its tail was named before" if transfer.tails else "it has no tail")
             return
         transfer.tail_claimed = True
-        batch, nbytes = tail_batch(transfer, self._layout, self._backend)
-        self._backend.after_compute()
-        self._backend.launch(self._backend.prepare(batch), 0, 0, 1, 0)
-        for rank, size in nbytes.items():
-            transfer.posted[rank] = transfer.posted.get(rank, 0) + size
-            transfer.planned += size
-        transfer.mark = self._backend.mark()
-        self._changed.notify()
+        try:
+            batch, nbytes = tail_batch(transfer, self._layout, self._backend)
+        except KvmeshError as error:
+            self._stop(transfer, error.message)
+            return
+        transfer.planned += sum(nbytes.values())
+        self._launch(transfer, batch, [1], nbytes)
 
     def _post_ready(self, transfer: Transfer, first: int, count: int) -> None:
         """All layers at once: a launch a group."""
         if transfer.stopped is not None or (found := self._claim(transfer, first, count)) is None:
             return
         launches = [(group.name, group.num_layers) for group in self._layout.groups]
-        prepared = self._backend.prepare(batch_of([found], self._layout, launches, [transfer.posted]))
-        self._backend.after_compute()
-        for position, (_, layers) in enumerate(launches):
-            self._backend.launch(prepared, position, 0, layers, position)
-        for (name, rank), nbytes in found.nbytes.items():
-            layers = self._layout.group(name).num_layers
-            transfer.posted[rank] = transfer.posted.get(rank, 0) + nbytes * layers
-        transfer.mark = self._backend.mark()
+        nbytes: dict[int, int] = {}
+        for (name, rank), size in found.nbytes.items():
+            nbytes[rank] = nbytes.get(rank, 0) + size * self._layout.group(name).num_layers
+        batch = batch_of([found], self._layout, launches, [transfer.posted])
+        self._launch(transfer, batch, [layers for _, layers in launches], nbytes)
+
+    def _launch(self, transfer: Transfer, batch: Batch, layers: Sequence[int], nbytes: Mapping[int, int]) -> None:
+        """All of a batch at once, a launch a group. What fails costs this transfer alone, which then ends behind what
+        was launched of it."""
+        try:
+            prepared = self._backend.prepare(batch)
+            self._backend.after_compute()
+            for group, count in enumerate(layers):
+                self._backend.launch(prepared, group, 0, count, group)
+        except Exception as error:
+            log.exception("nvlink: pages that are ready cannot be launched")
+            self._stop(transfer, f"a launch failed: {error}")
+        else:
+            for rank, size in nbytes.items():
+                transfer.posted[rank] = transfer.posted.get(rank, 0) + size
+        transfer.mark = self._mark()
         self._changed.notify()
+
+    def _mark(self) -> object:
+        try:
+            return self._backend.mark()
+        except Exception:
+            log.exception("nvlink: the stream cannot be marked")
+            return UNKNOWN
 
     def _stop(self, transfer: Transfer, reason: str) -> None:
         if transfer.stopped is None:
@@ -338,8 +365,7 @@ class NvlinkPoster:
             over = [
                 transfer
                 for transfer in self._transfers.values()
-                if (transfer.stopped is not None or transfer.complete)
-                and (transfer.mark is None or self._backend.reached(transfer.mark))
+                if (transfer.stopped is not None or transfer.complete) and self._reached(transfer.mark)
             ]
             for transfer in over:
                 self._end(transfer)
@@ -350,7 +376,14 @@ class NvlinkPoster:
                 # Not to be left before it is said.
                 self._mapping.add(peer.link_id)
         for peer in free:
-            self._backend.close_peer(peer.mapping)
+            try:
+                self._backend.close_peer(peer.mapping)
+            except Exception:
+                # Nobody may say that it is unmapped: it waits for this process's exit. The others go on.
+                log.exception("nvlink: memory of %s cannot be unmapped", peer.message.engine_id)
+                with self._lock:
+                    self._mapping.discard(peer.link_id)
+                continue
             message = peer.message
             released = pb.PeerReleased(
                 link_id=peer.link_id,
@@ -362,6 +395,9 @@ class NvlinkPoster:
                 self._say(pb.EngineMessage(peer_released=released))
                 self._mapping.discard(peer.link_id)
         return bool(over or free)
+
+    def _reached(self, mark: object) -> bool:
+        return mark is None or (mark is not UNKNOWN and self._backend.reached(mark))
 
     def _end(self, transfer: Transfer) -> None:
         del self._transfers[transfer.transfer_id]

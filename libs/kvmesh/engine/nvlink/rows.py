@@ -218,7 +218,7 @@ def batch_of(
     claims: Sequence[Claim], layout: KvLayout, launches: Sequence[tuple[str, int]], posted: Sequence[Mapping[int, int]]
 ) -> Batch:
     """One batch of several claims. launches: (group, layers) of each launch, in order; posted: per claim, what its
-    transfer's counters stand at before the first."""
+    transfer's counters stand at before the first. Claims of one transfer count together."""
     groups: list[GroupRows | None] = []
     for group in layout.groups:
         parts = [item.rows[group.name] for item in claims if group.name in item.rows]
@@ -230,12 +230,17 @@ def batch_of(
         groups.append(GroupRows(columns[0], columns[1], columns[2], stride, layout.layer_stride(group)))
     counters: list[int] = []
     words: list[list[int]] = [[] for _ in launches]
+    together: dict[Transfer, tuple[Mapping[int, int], dict[tuple[str, int], int]]] = {}
     for item, before in zip(claims, posted, strict=True):
-        for rank in sorted({rank for _, rank in item.nbytes}):
-            counters.append(item.transfer.counter(rank))
+        _, nbytes = together.setdefault(item.transfer, (before, {}))
+        for key, size in item.nbytes.items():
+            nbytes[key] = nbytes.get(key, 0) + size
+    for transfer, (before, nbytes) in together.items():
+        for rank in sorted({rank for _, rank in nbytes}):
+            counters.append(transfer.counter(rank))
             value = before.get(rank, 0)
             for row, (name, layers) in zip(words, launches, strict=True):
-                value += layers * item.nbytes.get((name, rank), 0)
-                row.append(item.transfer.word(value))
+                value += layers * nbytes.get((name, rank), 0)
+                row.append(transfer.word(value))
     values: Column = np.asarray(words, dtype=np.int64).reshape(len(launches), len(counters))
     return Batch(groups, np.asarray(counters, dtype=np.int64), values)

@@ -72,7 +72,7 @@ class Step:
             self._next += 1
             if number == 0:
                 for transfer in self.transfers:
-                    if transfer.step is not None:
+                    if transfer.step not in (None, self):
                         self._stop(transfer, "a step began before the last one's layers were through")
                     transfer.step = self
             live = [item for item in self._claims if item.transfer.stopped is None]
@@ -89,7 +89,7 @@ class Step:
                 for item in self._claims:
                     item.transfer.open_steps -= 1
                     item.transfer.step = None
-            self._launched([item.transfer for item in live], over)
+            self._launched(list(dict.fromkeys(item.transfer for item in live)), over)
 
     def _launch(self, live: list[Claim], number: int) -> None:
         if self._prepared is None or len(live) != len(self._live):
