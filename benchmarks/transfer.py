@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from doorbell import measure_doorbell
+from kvmesh.transfer.transports.tcp.transport import default_streams
 from transfer_rig import Iperf, Memcpy, Mesh, Peer, RawLoopback, scattered
 
 SIZES = (1, 4, 16, 64, 256, 1024)
@@ -58,7 +59,7 @@ async def curve(transport: str, reps: int, streams: int) -> list[Row]:
     rows: list[Row] = []
     async with Mesh.open(transport, PAGE_BYTES, streams) as mesh:
         floor = (Memcpy if transport == "shm" else RawLoopback)(mesh, PAGE_BYTES)
-        iperf = Iperf(streams)
+        iperf = Iperf(streams or default_streams())
         rng = np.random.default_rng(7)
         for pages in SIZES:
             times: list[float] = []

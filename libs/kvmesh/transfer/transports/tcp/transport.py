@@ -20,8 +20,9 @@ from kvmesh.transfer.wire import FrameSocket
 
 
 def default_streams() -> int:
-    """One where two cores are all there is, one for two more cores up to eight."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // 2 - 1))
+    """One for two cores, from two to eight. Two also where cores are few: where others use them too, one stream waits for
+    a core at each end in turn."""
+    return max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
 @dataclass(slots=True, eq=False)
