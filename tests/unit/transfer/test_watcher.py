@@ -10,12 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvmesh.errors import InvalidArgument
 from kvmesh.kv.region import Region
 from kvmesh.kv.ring import Doorbell, StepEntry, StepRecord, StepRing
 from kvmesh.transfer.native import moves
 from kvmesh.transfer.poller import Poller
 from kvmesh.transfer.sends import SendTable
 from kvmesh.transfer.watcher import Patience, RingWatcher
+from rank_world import mappings
 from test_sends import LAYOUT, Recorder, make
 
 pytestmark = pytest.mark.skipif(moves.library() is None, reason="nothing compiles here")
@@ -72,7 +74,9 @@ def test_a_ring_ends_the_look(rigs: list[Rig]) -> None:
     ringer = threading.Timer(0.05, rig.bells[0].ring)
     ringer.start()
     # By the bell alone: neither a descriptor nor the time ends it before.
+    began = time.monotonic()
     assert rig.wait(60.0) == []
+    assert time.monotonic() - began < 50.0
     ringer.join()
     assert rig.watcher.feed(rig.table)
     assert len(rig.out.writes) == 1
@@ -128,7 +132,9 @@ def test_ranks_ring_for_themselves_and_a_layer_leaves_at_the_least(rigs: list[Ri
     rig.due()
     ringer = threading.Timer(0.05, rig.bells[2].ring)
     ringer.start()
+    began = time.monotonic()
     assert rig.wait(60.0) == []
+    assert time.monotonic() - began < 50.0
     ringer.join()
     assert rig.watcher.feed(rig.table)
     assert len(rig.out.writes) == 1
@@ -137,3 +143,15 @@ def test_ranks_ring_for_themselves_and_a_layer_leaves_at_the_least(rigs: list[Ri
 def test_auto_goes_by_cores() -> None:
     assert Patience.named("auto") in (Patience.named("sleep"), Patience.named("spin"))
     assert Patience.named("sleep") == (0.0, 0.0)
+
+
+def test_memory_that_is_no_doorbell_leaves_nothing_mapped() -> None:
+    """What was looked at before it is let go of at once, also while its error is held."""
+    with Region.create("ring", 4096) as ring, Region.create("bell", 4096) as bell, Region.create("small", 8) as small:
+        mapped = mappings()
+        with pytest.raises(InvalidArgument, match="doorbell needs 64 bytes") as caught:
+            RingWatcher(ring, [bell, small], 0)
+        ring.close()
+        bell.close()
+        assert mappings() == mapped - 2
+        assert caught.value
