@@ -105,6 +105,19 @@ async def test_bytes_land_whole_however_they_are_cut(rig: Rig) -> None:
     assert sum(arrival.nbytes for arrival in rig.inbound.poll()) == 6 * PAGE
 
 
+async def test_what_came_before_its_grant_is_not_counted_after(rig: Rig) -> None:
+    """A writer that does not wait for its bind: what was dropped must not complete the slot."""
+    early = pack(9, 9)
+    rig.out.post(rig.write(1, [3], immediate=early))
+    await rig.poll(1)
+    assert "dropped it" in rig.completions[0].error
+    rig.inbound.grant(early, GrantedPages({0: np.asarray(GRANTED, dtype=np.int64)}))
+    assert [(arrival.immediate, arrival.nbytes) for arrival in rig.inbound.poll()] == [(early, 0)]
+    rig.out.post(rig.write(2, [3], immediate=early))
+    await rig.poll(2)
+    assert [(arrival.immediate, arrival.nbytes) for arrival in rig.inbound.poll()] == [(early, PAGE)]
+
+
 async def test_a_flush_lets_the_begun_one_end_and_what_is_revoked_is_dropped(rig: Rig) -> None:
     rig.out.post(rig.write(1, [3, 4, 5]))
     rig.out.post(rig.write(2, [9]))

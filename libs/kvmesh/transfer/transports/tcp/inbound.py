@@ -168,7 +168,8 @@ class _Stream:
                 log.error("tcp: %d bytes by %s arrived changed", nbytes, self._expected.peer)
                 landed = CORRUPT
         if landed != CORRUPT:
-            landing.landed(immediate, nbytes)
+            # What was dropped is told as nothing: its slot may be bound by the time that this is read.
+            landing.landed(immediate, nbytes if grant is not None else 0)
             self._on_loop(self._expected.on_ready)
         self.sock.sendall(ACK.pack(number, landed), socket.MSG_NOSIGNAL)
         return True
