@@ -194,6 +194,12 @@ def build_descriptor(
     )
 
 
+def check_address(what: str, address: str) -> None:
+    """A control address. Raises InvalidArgument."""
+    if not _ADDRESS.fullmatch(address):
+        raise InvalidArgument(f"{what}: control_address is not host:port")
+
+
 def check_descriptor(message: pb.Descriptor, limits: DescriptorLimits | None = None) -> None:
     """Raises InvalidArgument (TooLarge for its size) naming the field that is wrong.
 
@@ -212,8 +218,7 @@ def check_descriptor(message: pb.Descriptor, limits: DescriptorLimits | None = N
     for name in ("incarnation", "sidecar_incarnation"):
         if not getattr(message, name):
             raise InvalidArgument(f"descriptor: {name} is missing")
-    if not _ADDRESS.fullmatch(message.control_address):
-        raise InvalidArgument("descriptor: control_address is not host:port")
+    check_address("descriptor", message.control_address)
     if message.slot >= MAX_SLOTS:
         raise InvalidArgument(f"descriptor: slot {message.slot} does not have 12 bits")
     if message.generation >= GENERATIONS:

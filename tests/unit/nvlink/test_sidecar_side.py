@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvmesh.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from kvmesh.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from kvmesh.kv.pidfd import open_pidfd
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.immediate import MAX_SLOTS, pack
@@ -203,3 +203,34 @@ async def test_a_closed_link_leaves_descriptors_of_others_alone() -> None:
         for sock in (theirs, other, peer):
             sock.close()
     engine.poster.lost()
+
+
+async def test_a_peer_cannot_put_its_memory_in_the_place_of_anothers() -> None:
+    """Destinations name the links: one that takes another's name would get what is written there."""
+    engine = Engine()
+    task = await engine.map(1)
+    engine.mapped(1)
+    await task
+    with pytest.raises(InvalidArgument, match="link 1 is another's"):
+        await engine.poster.map(pb.PeerMemory(link_id=1), [], 60.0)
+    assert engine.heard.empty()
+    assert engine.poster.holds(1)
+    engine.released(1)
+    # Its link has not ended yet: the word was for that one.
+    with pytest.raises(InvalidArgument, match="link 1 is another's"):
+        await engine.poster.map(pb.PeerMemory(link_id=1), [], 60.0)
+    await engine.poster.released(1, 60.0)
+    task = await engine.map(1)
+    engine.mapped(1)
+    await task
+    engine.poster.lost()
+
+
+async def test_the_process_of_a_lost_engine_is_not_named_by_a_number_of_another() -> None:
+    engine = Engine()
+    copy = engine.poster.pidfd_copy()
+    assert copy != engine.poster.pidfd
+    os.close(copy)
+    engine.poster.lost()
+    with pytest.raises(Unavailable):
+        engine.poster.pidfd_copy()

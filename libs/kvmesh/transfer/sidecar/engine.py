@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from opentelemetry.trace import Span
 
-from kvmesh.errors import Cancelled, DataLoss, Internal, InvalidArgument, KvmeshError, Unavailable
+from kvmesh.errors import Cancelled, DataLoss, Internal, InvalidArgument, KvmeshError, TooLarge, Unavailable
 from kvmesh.kv.layout import KvLayout
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import BackgroundTasks
@@ -22,6 +22,7 @@ from kvmesh.telemetry import metrics, names, tracing
 from kvmesh.transfer.descriptor import (
     MAX_ID_CHARS,
     DescriptorLimits,
+    check_address,
     check_descriptor,
     check_layouts_match,
     groups_from_proto,
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 WRITER_TOLD_TIMEOUT_S = 5.0
 MAX_TTL_MS = 24 * 3600 * 1000
 MAX_STARTING = 1024
+# That an engine's own writer has let go of memory: one a link.
+MAX_NOTICES_OUT = 4096
 # A write that has begun runs to its end before a writer says Drained: longer than any takes.
 DRAIN_LEASES = 2
 
@@ -420,7 +423,13 @@ class EngineSession:
         await self._frames.flush(WRITER_TOLD_TIMEOUT_S)
 
     def _peer_released(self, released: pb.PeerReleased) -> None:
-        """Our engine has let go of memory that no link waits for any more: tell its destination."""
+        """Our engine has let go of memory that no link waits for any more: tell its destination. Raises InvalidArgument
+        for what no engine says, TooLarge for more than it can have held."""
+        if not released.link_id or not 1 <= len(released.engine_id) <= MAX_ID_CHARS:
+            raise InvalidArgument(f"peer_released: a link and an engine_id of 1..{MAX_ID_CHARS} characters are needed")
+        check_address("peer_released", released.control_address)
+        if self.sidecar.outgoing.notices >= MAX_NOTICES_OUT:
+            raise TooLarge(f"more than {MAX_NOTICES_OUT} notices of memory let go of are under way")
         unmapped = pb.Unmapped(engine_id=released.engine_id, incarnation=released.incarnation, link_id=released.link_id)
         self.sidecar.outgoing.tell_notice(self, unmapped, released.control_address)
 

@@ -174,8 +174,16 @@ class OutgoingLinks:
     def tell_notice(self, session: Session, message: pb.Unmapped, address: str) -> None:
         """As `tell_unmapped`. address: where its destination was."""
         notice = _Notice(message, address, session.memory.engine_id, session.memory.incarnation)
+        under_way = message.link_id in self._untold
         self._untold[message.link_id] = notice
+        if under_way:
+            return
         self._notices.spawn(self._tell(notice), name="notice", essential=False)
+
+    @property
+    def notices(self) -> int:
+        """Of memory let go of, that nobody has taken yet."""
+        return len(self._untold)
 
     def untold(self, engine_id: str, incarnation: int) -> list[pb.Unmapped]:
         """Notices for an engine that nobody has taken yet. A new link to it carries them: its sidecar may have another

@@ -258,10 +258,14 @@ class NvlinkTransport(ShmTransport):
         poster = self._poster
         if poster is None:
             raise FailedPrecondition("no engine that writes by itself is registered")
-        sock = await open_unix(reply.endpoint, timeout_s)
-        hello = pb.DataHello(token=reply.token, link_id=reply.link_id, sidecar_id=sidecar_id)
-        # The engine's pidfd: it is the engine that will have the memory.
-        answer, fds = await self.greet(sock, hello, [poster.pidfd], len(reply.regions) + 1, timeout_s)
+        # The engine's: it is the engine that will have the memory.
+        pidfd = poster.pidfd_copy()
+        try:
+            sock = await open_unix(reply.endpoint, timeout_s)
+            hello = pb.DataHello(token=reply.token, link_id=reply.link_id, sidecar_id=sidecar_id)
+            answer, fds = await self.greet(sock, hello, [pidfd], len(reply.regions) + 1, timeout_s)
+        finally:
+            os.close(pidfd)
         try:
             if len(fds) != len(reply.regions) + 1 or [r.key for r in answer.regions] != [r.key for r in reply.regions]:
                 raise InvalidArgument("the destination sent other regions than it announced")

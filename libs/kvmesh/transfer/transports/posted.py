@@ -39,11 +39,21 @@ class EnginePoster:
         self._awaited: set[int] = set()
         self._lost = False
 
-    async def map(self, memory: pb.PeerMemory, fds: Sequence[int], timeout_s: float) -> None:
-        """Hand a peer's memory over. Raises FailedPrecondition (the engine cannot map it), DeadlineExceeded,
-        Unavailable; `holds` tells whether the engine may have it all the same."""
+    def pidfd_copy(self) -> int:
+        """Of the process that writes, the caller's to close. Raises Unavailable where it is gone: its number may be
+        another descriptor by then."""
         if self._lost:
             raise Unavailable("the engine is gone")
+        return os.dup(self.pidfd)
+
+    async def map(self, memory: pb.PeerMemory, fds: Sequence[int], timeout_s: float) -> None:
+        """Hand a peer's memory over. Raises FailedPrecondition (the engine cannot map it), DeadlineExceeded,
+        Unavailable; `holds` tells whether the engine may have it all the same. Raises InvalidArgument for a link's name
+        that is held: peers choose them, and none may put its memory in another's place."""
+        if self._lost:
+            raise Unavailable("the engine is gone")
+        if memory.link_id in self._held or memory.link_id in self._awaited:
+            raise InvalidArgument(f"link {memory.link_id:x} is another's")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[str] = loop.create_future()
         self._mapping[memory.link_id] = answer
