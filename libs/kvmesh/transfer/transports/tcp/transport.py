@@ -20,8 +20,8 @@ from kvmesh.transfer.wire import FrameSocket
 
 
 def default_streams() -> int:
-    """One for two cores, from two to eight. Two also where cores are few: where others use them too, one stream waits for
-    a core at each end in turn."""
+    """One for two cores, from two to eight: two also where cores are few, since one stream waits for a core at each end
+    in turn where others use them too."""
     return max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
