@@ -292,6 +292,19 @@ async def test_flush_gives_up_what_is_not_posted(world: World) -> None:
     await link.close()
 
 
+async def test_a_write_that_is_given_up_between_its_rows_is_forgotten(world: World) -> None:
+    link = await (await world.pair(receives=2)).open()
+    write = link.write(IMM, [0] * 3, [PAGE] * 3)
+    link.outbound.post(write)
+    # Two rows have completed, the third has no credit yet.
+    assert link.outbound.poll(1 << 30) == []
+    link.outbound._collect()
+    link.outbound.flush(IMM)
+    assert [(c.context, c.error) for c in link.outbound.poll(0)] == [(write.context, "flushed")]
+    assert not link.outbound._flying
+    await link.close()
+
+
 # --- what is wrong ----------------------------------------------------------------------------------------------------
 
 

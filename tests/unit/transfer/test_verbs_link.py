@@ -200,6 +200,18 @@ async def test_out_of_bounds_is_never_posted(world: World, src: int, dst: int, l
     await link.close()
 
 
+async def test_a_write_out_of_bounds_leaves_no_other_of_its_run_without_an_end(world: World) -> None:
+    link = await (await world.pair()).open()
+    writes = [link.write(IMM, [0], [PAGE]), link.write(IMM, [PAGE], [0]), link.write(IMM, [-1], [0])]
+    for write in (*writes, link.write(IMM + 1, [0], [0])):
+        link.outbound.post(write)
+    ended = link.outbound.poll(1 << 30)
+    assert sorted(c.context for c in ended) == [1, 2, 3, 4]
+    assert all("outside of its region" in c.error for c in ended)
+    assert world.network.requests == 0
+    await link.close()
+
+
 async def test_wrong_key_is_a_failed_link_and_no_byte(world: World) -> None:
     link = await (await world.pair()).open(change=lambda reply: _set(reply.verbs.regions[0], rkey=1))
     link.outbound.post(link.write(IMM, [0], [PAGE]))

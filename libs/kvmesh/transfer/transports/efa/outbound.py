@@ -121,6 +121,12 @@ class EfaOutbound(RdmaOutbound):
         pending.next_row, pending.row_done = row, done
         return rows, moved
 
+    def flush(self, immediate: int) -> None:
+        super().flush(immediate)
+        # One of which everything that was posted has completed ends there.
+        for ticket in [ticket for ticket, pending in self._flying.items() if pending.ended]:
+            del self._flying[ticket]
+
     # --- completing ----------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:

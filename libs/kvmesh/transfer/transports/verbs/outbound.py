@@ -132,7 +132,14 @@ class VerbsOutbound(RdmaOutbound):
             pending = self._queue[0]
             if pending.write.immediate != immediate:
                 break
-            moved = self._take_rows(pending, rows, max_rows, run.nbytes)
+            try:
+                moved = self._take_rows(pending, rows, max_rows, run.nbytes)
+            except KvmeshError:
+                # Nothing of this run is posted: the others of it wait again, and end with the link.
+                for part in reversed(run.parts):
+                    part.parts -= 1
+                    self._queue.appendleft(part)
+                raise
             pending.parts += 1
             run.parts.append(pending)
             run.nbytes += moved
