@@ -315,7 +315,7 @@ Global___GroupPages: _TypeAlias = GroupPages  # noqa: Y015
 @_typing.final
 class EngineMessage(_message.Message):
     """---- engine <-> its own sidecar --------------------------------------------------------------------------------------
-    Framing: u32 little-endian length (at most 4 MiB), then the message. `call_id` pairs a request with its one reply;
+    Framing: u32 little-endian length (at most 1 MiB in a hello, 4 MiB afterwards), then the message. `call_id` pairs a request with its one reply;
     events have call_id 0. End of file on this socket ends the engine's incarnation.
     """
 
@@ -604,7 +604,7 @@ class RankHello(_message.Message):
     rank: _builtins.int
     protocol: _builtins.int
     doorbell_bytes: _builtins.int
-    """A doorbell of its own: a layer then leaves at the least of all doorbells."""
+    """A doorbell of its own, 64 bytes or more: a layer then leaves at the least of all doorbells."""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """Equal to the leader's."""
@@ -830,7 +830,7 @@ class SlotComplete(_message.Message):
     bytes: _builtins.int
     transport: _builtins.str
     elapsed_ms: _builtins.float
-    """From the first byte's arrival to the last one's."""
+    """From the writer's bind to the last byte's arrival."""
     def __init__(
         self,
         *,
