@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ import pytest
 
 from kvmesh.engine.parallel.ranks import RankGroup, start_ranks
 from kvmesh.engine.parallel.runner import ParallelRunner
+from kvmesh.engine.parallel.wire import Frame, Kind
 from kvmesh.engine.runner import SamplingParams, Slice, StepBatch
 from kvmesh.engine.torch_runner import TorchRunner
 from kvmesh.errors import InvalidArgument, KvmeshError, Unavailable
@@ -96,10 +98,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def start(directory: Path, timeout_s: float = WAIT_S) -> ParallelRunner:
-    return ParallelRunner.load(
-        start_ranks(str(directory), 2, 1), str(directory), "fp32", threads=1, timeout_s=timeout_s
-    )
+def start(directory: Path) -> ParallelRunner:
+    return ParallelRunner.load(start_ranks(str(directory), 2, 1), str(directory), "fp32", threads=1, timeout_s=WAIT_S)
 
 
 @pytest.fixture
@@ -140,8 +140,12 @@ def test_two_ranks_answer_as_one_and_a_kill_in_a_collective_ends_them(
     again = [Slice(4, PROMPT[:9], 0, table(2), (sample_of(position=9),))]
     same(two.step(*again), one.step(*again))
 
-    # The rank stands still, so the leader waits for it in a collective; then it is killed there.
+    # SIGTERM for all processes of a service reaches ranks too: the leader still has work for them.
     [pid] = parallel.ranks.pids
+    os.kill(pid, signal.SIGTERM)
+    same(two.step(*again), one.step(*again))
+
+    # The rank stands still, so the leader waits for it in a collective; then it is killed there.
     pidfds = [open_pidfd(pid)]
     told, reasons = threading.Event(), []
     parallel.ranks.on_lost(lambda reason: (reasons.append(reason), told.set()))
@@ -177,11 +181,14 @@ def test_two_ranks_answer_as_one_and_a_kill_in_a_collective_ends_them(
 
 
 def test_a_rank_that_hangs_is_killed_after_the_time_limit(directory: Path) -> None:
-    # Long enough for a busy machine to start the rank: it is the limit of that as well.
-    runner = start(directory, timeout_s=20.0)
+    runner = start(directory)
     try:
         engine = Engine(runner)
         [pid] = runner.ranks.pids
+        group = runner._shard.tp._group
+        assert group.options._timeout == timedelta(seconds=WAIT_S)
+        # Only now that everything has started: a busy machine may need longer for that.
+        group._set_default_timeout(timedelta(seconds=2))
         pidfds = [open_pidfd(pid)]
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(Unavailable, match="rank"):
@@ -192,12 +199,41 @@ def test_a_rank_that_hangs_is_killed_after_the_time_limit(directory: Path) -> No
         runner.close()
 
 
-def test_a_rank_that_dies_while_loading_ends_the_start(directory: Path) -> None:
+@pytest.mark.parametrize("phase", ["spawn", "meet", "load"])
+def test_a_rank_that_dies_while_loading_ends_the_start(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """At once and by name, wherever the leader is: waiting for ranks to meet, or reading weights."""
     ranks = start_ranks(str(directory), 2, 1)
-    pidfds = [open_pidfd(ranks.pids[0])]
-    os.kill(ranks.pids[0], signal.SIGKILL)
+    pidfds = [open_pidfd(pid) for pid in ranks.pids]
+    told, read = threading.Event(), []
+    ranks.on_lost(lambda reason: told.set())
+
+    def kill() -> None:
+        os.kill(ranks.pids[0], signal.SIGKILL)
+
+    def gather(kind: Kind, timeout_s: float) -> list[Frame]:
+        frames = RankGroup.gather(ranks, kind, timeout_s)
+        kill()
+        return frames
+
+    def progress(done: int, total: int) -> None:
+        read.append(done)
+        kill()
+        assert told.wait(WAIT_S)
+
+    if phase == "spawn":
+        kill()
+    elif phase == "meet":
+        monkeypatch.setattr(ranks, "gather", gather)
+    began = time.monotonic()
     with pytest.raises(Unavailable, match=r"rank 1 \(pid \d+\) ended with code -9"):
-        ParallelRunner.load(ranks, str(directory), "fp32", threads=1, timeout_s=WAIT_S)
+        ParallelRunner.load(
+            ranks, str(directory), "fp32", threads=1, timeout_s=WAIT_S, progress=progress if phase == "load" else None
+        )
+    # Not after the time limit of the meeting.
+    assert time.monotonic() - began < WAIT_S / 2
+    assert len(read) == (phase == "load")
     assert gone(pidfds)
 
 

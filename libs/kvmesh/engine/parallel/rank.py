@@ -160,8 +160,10 @@ def watch(sock: socket.socket) -> None:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0 after STOP, LEADER_GONE, else 1."""
-    # Ctrl-C reaches the whole foreground group; the leader says when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the foreground group, a supervisor's SIGTERM often all processes of a service: the leader says
+    # when this process ends, or what it still has to finish would die with this rank.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=int(argv[0]))
     threading.Thread(target=watch, args=(sock,), name="leader-watch", daemon=True).start()
     try:

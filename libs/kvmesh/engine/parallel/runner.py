@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from kvmesh.engine.parallel.ranks import RankGroup
 from kvmesh.engine.parallel.wire import Kind, pack_step
 from kvmesh.engine.runner import StepBatch, StepResult
 from kvmesh.engine.torch_runner import TorchRunner
-from kvmesh.errors import Internal, KvmeshError
+from kvmesh.errors import Internal, KvmeshError, Unavailable
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.ring import Doorbell
 from kvmesh.layers.parallel import GlooParallel, leader_store
@@ -19,6 +21,7 @@ from kvmesh.loading.weights import Progress, torch_dtype
 from kvmesh.models.registry import choose_backend
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # For a process that imports torch, and for one that reads its weights from a slow disk. A rank that ends is noticed at
 # once in any case.
@@ -95,8 +98,15 @@ class ParallelRunner:
             log.info("rank %d of %d is process %d", rank, ranks.size, member)
         ranks.setup(setup | {"timeout_s": timeout_s, "logs": dict(logs)})
         ranks.gather(Kind.HELLO, HELLO_S)
-        group = GlooParallel(store, 0, ranks.size, timeout_s)
-        shard = TorchRunner.load(spec, dtype, threads, progress, backend, group)
+        group = _unless_lost(ranks, lambda: GlooParallel(store, 0, ranks.size, timeout_s))
+
+        def watched(done: int, total: int) -> None:
+            # Between two tensors: no reason to read the rest of the weights for ranks that are gone.
+            ranks.check()
+            if progress is not None:
+                progress(done, total)
+
+        shard = TorchRunner.load(spec, dtype, threads, watched, backend, group)
         for rank, frame in enumerate(ranks.gather(Kind.READY, LOAD_S), 1):
             if (revision := frame.note().get("revision")) != shard.info.revision:
                 raise Internal(f"rank {rank} loaded revision {revision}, the leader {shard.info.revision}")
@@ -132,3 +142,22 @@ class ParallelRunner:
         """End the ranks, then drop weights and KV views. Blocks for up to `ranks.STOP_S`."""
         self.ranks.close()
         self._shard.close()
+
+
+def _unless_lost(ranks: RankGroup, work: Callable[[], T]) -> T:
+    """What `work` returns or raises; Unavailable at once when a rank is lost meanwhile, which `work` itself would only
+    see at its time limit. It is then left behind in its thread."""
+    ended: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            ended.put((work(), None))
+        except BaseException as error:
+            ended.put((None, error))
+
+    ranks.on_lost(lambda reason: ended.put((None, Unavailable(reason))))
+    threading.Thread(target=run, name="ranks-meet", daemon=True).start()
+    value, error = ended.get()
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
