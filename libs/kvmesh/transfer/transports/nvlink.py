@@ -279,7 +279,11 @@ class NvlinkTransport(ShmTransport):
                 counter_bytes=answer.counter_bytes,
             )
             await poster.map(memory, fds, timeout_s)
-            return NvlinkOutbound(sock, reply.link_id, poster)
+            try:
+                return NvlinkOutbound(sock, reply.link_id, poster)
+            except BaseException:
+                poster.give_up(reply.link_id, "the link could not be made")
+                raise
         except BaseException:
             sock.close()
             raise

@@ -92,6 +92,11 @@ class EnginePoster:
         if link_id in self._held and not self._lost:
             self._tell(pb.SidecarMessage(release_peer=pb.ReleasePeer(link_id=link_id, reason=reason[:500])))
 
+    def give_up(self, link_id: int, reason: str) -> None:
+        """As `release`, of memory that no link waits for."""
+        self._awaited.discard(link_id)
+        self.release(link_id, reason)
+
     def holds(self, link_id: int) -> bool:
         """True while the engine has that memory or may have it; for ever where it was lost before it said otherwise."""
         return link_id in self._held
