@@ -14,9 +14,9 @@ from kvmesh.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument,
 from kvmesh.kv.pidfd import open_pidfd
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.immediate import MAX_SLOTS, pack
-from kvmesh.transfer.transports.base import Arrival
+from kvmesh.transfer.transports.base import Arrival, Expected, Inbound
 from kvmesh.transfer.transports.counters import CounterWatch, LinkCounters
-from kvmesh.transfer.transports.nvlink import NvlinkOutbound
+from kvmesh.transfer.transports.nvlink import NvlinkInbound, NvlinkOutbound
 from kvmesh.transfer.transports.posted import EnginePoster
 
 
@@ -234,3 +234,32 @@ async def test_the_process_of_a_lost_engine_is_not_named_by_a_number_of_another(
     engine.poster.lost()
     with pytest.raises(Unavailable):
         engine.poster.pidfd_copy()
+
+
+async def test_a_busy_loop_is_told_once_of_what_the_watch_sees_often() -> None:
+    ready: list[list[Arrival]] = []
+
+    async def joined(inbound: Inbound, pidfd: int | None) -> None:
+        pass
+
+    ours, theirs = socket.socketpair()
+    watch = CounterWatch()
+    expected = Expected(1, "s", joined, lambda: ready.append(inbound.poll()), lambda reason: None)
+    inbound = NvlinkInbound(ours, open_pidfd(), expected, watch)
+    words = inbound.counters.region.view("u8")
+    for count in (1, 2):
+        inbound.counters.grant(pack(1, count))
+        words[1] = word(count, 10)
+        # As the watch's thread does while the loop is busy.
+        for _ in range(500):
+            inbound._changed()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert ready == [[Arrival(pack(1, count), 10)]]
+        ready.clear()
+        inbound.counters.revoke(pack(1, count))
+    del words
+    inbound.abandon()
+    watch.stop()
+    ours.close()
+    theirs.close()

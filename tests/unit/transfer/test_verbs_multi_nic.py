@@ -317,6 +317,7 @@ async def test_a_peer_that_knows_of_one_nic_only(world: World) -> None:
         (lambda hello: (hello.verbs.Clear(), hello.verbs.rails.add()), "no pair of NICs is used"),
         (lambda hello: hello.verbs.rails[0].qp_numbers.append(5), "3 queue pairs"),
         (lambda hello: hello.verbs.rails[0].ClearField("gid"), "gid of 16 bytes"),
+        (lambda hello: setattr(hello.verbs.rails[0], "device", "x" * 65), "at most 64 characters"),
     ],
 )
 async def test_bad_hellos(world: World, change: Callable[[pb.DataHello], Any], reason: str) -> None:
@@ -335,6 +336,7 @@ async def test_bad_hellos(world: World, change: Callable[[pb.DataHello], Any], r
         lambda reply: reply.verbs.rails[0].ClearField("regions"),
         lambda reply: reply.verbs.rails[0].ClearField("qp_numbers"),
         lambda reply: setattr(reply.verbs.rails[0], "receives", 1),
+        lambda reply: setattr(reply.verbs.rails[0], "device", "x" * 65),
     ],
 )
 async def test_bad_replies(world: World, change: Callable[[pb.PeerHelloReply], Any]) -> None:

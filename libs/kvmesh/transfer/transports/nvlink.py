@@ -176,13 +176,20 @@ class NvlinkInbound(ShmInbound):
     def __init__(self, sock: socket.socket, pidfd: int, expected: Expected, watch: CounterWatch) -> None:
         super().__init__(sock, pidfd, expected)
         self._watch = watch
+        self._told = False
         self.counters = LinkCounters(expected.source_ranks, self._changed)
         self._counting = True
 
     def _changed(self) -> None:
-        """On the watch's thread."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._expected.on_ready)
+        """On the watch's thread, which looks far more often than a busy loop turns: one call waits there at most."""
+        if not self._told:
+            self._told = True
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._tell_ready)
+
+    def _tell_ready(self) -> None:
+        self._told = False
+        self._expected.on_ready()
 
     def grant(self, immediate: int, pages: GrantedPages) -> None:
         if self._counting:

@@ -35,7 +35,6 @@ InboundT = TypeVar("InboundT", bound=RdmaInbound)
 # How long the registrations of an engine that lives wait for it to connect anew.
 LINGER_S = 10.0
 LINGER_STEP_S = 0.25
-MAX_NAME_CHARS = 64
 
 
 class _Door(Generic[InboundT]):
@@ -293,7 +292,7 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
                 if not reason:
                     try:
                         made[place] = self._make_outbound(rail, reply_of(reply, self.name, side), part)
-                        made[place].pair_of_nics = rail.status(side.device[:MAX_NAME_CHARS], self._nics.why)
+                        made[place].pair_of_nics = rail.status(side.device, self._nics.why)
                     except KvmeshError as error:
                         if len(pairs) == 1 or isinstance(error, InvalidArgument):
                             raise
@@ -302,7 +301,7 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
                     log.warning(
                         "%s: a link goes without %s to %s: %s", self.name, rail.device.name, side.device, reason
                     )
-                    left_out.append(rail.status(side.device[:MAX_NAME_CHARS], reason, used=False))
+                    left_out.append(rail.status(side.device, reason, used=False))
                 mine.append(getattr(part, self.name))
             if not made:
                 raise refusal or Unavailable("no pair of NICs can be used")
@@ -352,7 +351,7 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
                 continue
             let_in.append(self._accept(inbound, hello_of(hello, self.name, side)))
             if inbound.pair_of_nics is not None:
-                inbound.pair_of_nics.peer = side.device[:MAX_NAME_CHARS]
+                inbound.pair_of_nics.peer = side.device
             used.append(inbound)
         if not used:
             raise InvalidArgument("no pair of NICs is used")

@@ -10,11 +10,17 @@ from kvmesh.kv.region import MAX_REGION_BYTES
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.transports.verbs.registrations import Memory
 
+MAX_NAME_CHARS = 64
+
 
 def sides_of(message: Any, field: str) -> list[Any]:
-    """The endpoints of all pairs of NICs."""
+    """The endpoints of all pairs of NICs. Raises InvalidArgument for names of devices that are none: they are kept, in
+    status and as faults."""
     first = getattr(message, field)
-    return [first, *first.rails]
+    sides = [first, *first.rails]
+    if any(len(side.device) > MAX_NAME_CHARS for side in sides):
+        raise InvalidArgument(f"a device's name has at most {MAX_NAME_CHARS} characters")
+    return sides
 
 
 def reply_of(reply: pb.PeerHelloReply, field: str, side: Any) -> pb.PeerHelloReply:
