@@ -281,6 +281,22 @@ async def test_a_stall_turns_readiness_off_and_back_on(tmp_path: Path) -> None:
         await until(lambda: worker.server.ready, "readiness does not come back")
 
 
+async def test_drain_tells_the_end_of_a_request_though_its_step_hangs(tmp_path: Path) -> None:
+    """However short the drain timeout is: ending takes a part of it."""
+    faults = tmp_path / "faults.json"
+    faults.write_text('{"hang_step": 3, "hang_s": 6}')
+    async with running(stall_timeout_s=0.3, scripted_faults=faults) as worker, Gateway(worker) as gateway:
+        answer = await gateway.submit(gateway.request(prompt(5), sampling=sampling(10)))
+        await until(lambda: not worker.server.ready, "a hanging step does not turn readiness off")
+        # As the server does it: what is not done by the deadline is cut off.
+        async with asyncio.timeout(1.5):
+            await worker.worker.drain(Deadline.after(1.5))
+        await answer.wait()
+        assert answer.error is not None
+        assert answer.error.reason == "UNAVAILABLE"
+        assert len(answer.ends) == 1
+
+
 async def test_a_step_that_hangs_past_the_deadline_does_not_hold_the_terminal_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

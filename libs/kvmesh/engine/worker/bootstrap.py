@@ -282,8 +282,11 @@ class Worker:
 
     # -- down
 
-    async def finish_work(self, deadline: Deadline) -> None:
-        """Accept nothing more; let what runs finish by the deadline, end the rest with one terminal each."""
+    async def finish_work(self, deadline: Deadline, abort_s: float = ABORT_S) -> None:
+        """Accept nothing more; let what runs finish by the deadline, end the rest with one terminal each.
+
+        abort_s: what ending may take after the deadline; a step that hangs then no longer holds a terminal up.
+        """
         self.status.update(draining=True)
         ctx = self.ctx
         if ctx is None:
@@ -294,7 +297,7 @@ class Worker:
             log.warning("drain timeout: %d request(s) are ended", len(self.requests))
             for request in self.requests.all():
                 request.abort(error)
-            if not await self.requests.wait_idle(ABORT_S):
+            if not await self.requests.wait_idle(abort_s):
                 for request in self.requests.all():
                     request.finish(error, None)
         if not await self.prefill.wait_idle(deadline.timeout()):
@@ -302,12 +305,13 @@ class Worker:
             self.prefill.abort_all(Unavailable("the worker is stopping"))
         cleanups = set(ctx.cleanups)
         if cleanups:
-            await asyncio.wait(cleanups, timeout=ABORT_S)
+            await asyncio.wait(cleanups, timeout=abort_s)
 
     async def drain(self, deadline: Deadline) -> None:
         """SIGTERM: finish the work, then end the Frames streams with everything written."""
         margin = min(ABORT_S + FLUSH_S, deadline.remaining() / 2)
-        await self.finish_work(Deadline.after(deadline.remaining() - margin))
+        # Two waits of finish_work and the streams share the margin.
+        await self.finish_work(Deadline.after(deadline.remaining() - margin), min(ABORT_S, margin / 3))
         if self.decode.hub is not None:
             await self.decode.hub.close(FLUSH_S)
 
@@ -327,8 +331,10 @@ class Worker:
             try:
                 await in_thread(lambda: ctx.core.stop(STOP_S), name="core-stop")
             except KvmeshError as error:
-                # Its thread still uses runner and memory: they go with the process.
+                # Its thread still uses runner and memory: they go with the process. Ranks do not, if they stand still.
                 log.error("%s", error.message)
+                if self._runner is not None and (ranks := ranks_of(self._runner)) is not None:
+                    await in_thread(ranks.close, name="ranks-close")
                 return
         if (runner := self._runner) is not None:
             # Ranks get some time to leave.
