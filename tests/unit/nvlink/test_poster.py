@@ -249,7 +249,8 @@ async def test_memory_that_does_not_fit_is_refused_and_let_go_of(world: World) -
     bad = world.target.infos()
     bad[0].nbytes -= 1
     for changes, text in (
-        ({"counter_bytes": 8}, "counters of 8 bytes are too few"),
+        ({"counter_bytes": 8}, "counters of 8 bytes, 1 ranks have 32768"),
+        ({"counter_bytes": 1 << 40}, f"counters of {1 << 40} bytes, 1 ranks have 32768"),
         ({"link_id": 4}, ""),
     ):
         world.memory(**{"link_id": 3, **changes})

@@ -50,7 +50,8 @@ class PeerMapping:
 
 
 class Backend(Protocol):
-    """One stream of copies. Any thread may call it; the poster calls it one call at a time."""
+    """One stream of copies. Any thread may call it; the poster calls it one call at a time, but for `open_peer` and
+    `close_peer`, which come beside the others."""
 
     memory: str
     # Rows are cut to this many bytes.

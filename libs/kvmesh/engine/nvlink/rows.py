@@ -49,8 +49,9 @@ def check_peer(message: pb.PeerMemory, source: KvLayout) -> tuple[KvLayout, tupl
     for info in message.regions:
         if info.nbytes < sizes.get(info.group, 0):
             raise InvalidArgument(f"the destination's region {info.group!r} is smaller than its layout")
-    if message.counter_bytes < source.tp * MAX_SLOTS * WORD_BYTES:
-        raise InvalidArgument(f"counters of {message.counter_bytes} bytes are too few for {source.tp} ranks")
+    if message.counter_bytes != (need := source.tp * MAX_SLOTS * WORD_BYTES):
+        # Not more either: all of it is pinned.
+        raise InvalidArgument(f"counters of {message.counter_bytes} bytes, {source.tp} ranks have {need}")
     return layout, tails
 
 
