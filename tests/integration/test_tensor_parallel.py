@@ -15,6 +15,8 @@ from tiny_model import write_tiny
 from worker_kit import START_S, Client, Node, Reply, cluster, prompt, until
 
 TORCH = ["--runner", "torch", "--dtype", "fp32", "--served-name", "scripted", "--local-prefill-threshold", "0"]
+# How soon a step that hangs is seen, and what it may hold up at the end.
+QUICK = ["--stall-timeout-s", "5", "--drain-timeout-s", "2"]
 LENGTHS = (7, 70, 131)
 
 
@@ -44,7 +46,7 @@ async def test_ranks_answer_as_one_and_a_killed_rank_ends_its_worker(tmp_path: P
     model = write_tiny(tmp_path / "tiny")
     flags = [*TORCH, "--model", str(model), "--no-prefix-cache"]
     roles = {"two": "prefill", "one": "decode", "four": "decode"}
-    async with cluster(tmp_path, roles, workers=flags, two=["--tp", "2"], four=["--tp", "4"]) as nodes:
+    async with cluster(tmp_path, roles, workers=flags, two=["--tp", "2", *QUICK], four=["--tp", "4"]) as nodes:
         two, one, four = (nodes[name] for name in roles)
         async with Client(one, "g1") as at_one, Client(four, "g4") as at_four:
             for length in LENGTHS:
@@ -94,3 +96,19 @@ async def test_ranks_answer_as_one_and_a_killed_rank_ends_its_worker(tmp_path: P
 
         await until(serving, "prefill does not serve any more")
         await two.idle()
+
+        # A rank stands still in the middle of a step when its worker is told to stop: it is not left behind.
+        async with Client(one, "g2") as at_one:
+            fds = [open_pidfd(pid) for pid in two.info["ranks"]]
+            os.kill(two.info["ranks"][0], signal.SIGSTOP)
+            reply = await at_one.submit(prompt(70, 1), [two.target()], 12)
+
+            async def hanging() -> bool:
+                info = (await two.engine.Describe(pb.DescribeRequest(), timeout=60)).info
+                return bool(info.state == pb.WORKER_STATE_STALLED)
+
+            await until(hanging, "the step does not hang")
+            two.worker.terminate()
+            assert await ended(two.worker, fds) == 0
+            await reply.wait()
+            assert reply.ends == 1
