@@ -55,7 +55,9 @@ def up(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Gateway's port; another one is taken if in use.")] = 8080,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     threads: Annotated[int, typer.Option(min=0, help="Compute threads per engine; 0 = share the cores.")] = 0,
-    cache: Annotated[bool, typer.Option(help="Answer cache with an embedded Redis-compatible server.")] = True,
+    cache: Annotated[
+        bool, typer.Option(help="Answer caches: exact (an embedded Redis-compatible server) and semantic.")
+    ] = True,
     credentials: Annotated[str, typer.Option(help="File of hashed API keys; none = one tenant, no keys.")] = "",
     otlp: Annotated[str, typer.Option(help="OTLP/gRPC endpoint for traces.", envvar="KVMESH_OTLP_ENDPOINT")] = "",
     setting: Annotated[

@@ -42,7 +42,7 @@ class MeshOptions:
     transports: str = "shm,tcp"
     gateway_port: int = 8080
     router_port: int = 0
-    cache: bool = True
+    cache: bool = True  # exact and semantic
     embedder: str = "minilm"
     dtype: str = "bf16"
     threads: int = 0
@@ -143,7 +143,9 @@ def plan_mesh(
             "kvmesh.v1.Router",
             listen=router,
             redis_url=redis_url,
-            embedder=options.embedder,
+            # The semantic cache needs no Redis: without this it would go on answering.
+            cache="" if options.cache else "off",
+            embedder=options.embedder if options.cache else "none",
         )
     )
     sidecars: list[ProcessSpec] = []

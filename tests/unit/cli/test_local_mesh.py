@@ -77,6 +77,13 @@ def test_plan_starts_router_then_sidecars_then_engines_and_gateway(tmp_path: Pat
     assert plan.gateway_address == "127.0.0.1:7002"
 
 
+def test_no_cache_turns_every_cache_of_answers_off(tmp_path: Path) -> None:
+    for cache, expected in ((True, set()), (False, {"--cache=off", "--embedder=none"})):
+        plan = plan_mesh(MeshOptions(cache=cache), tmp_path, free_port=itertools.count(9000).__next__)
+        router = next(spec for spec in plan.specs if spec.name == "router")
+        assert {flag for flag in router.argv if flag.startswith(("--cache", "--embedder=none"))} == expected
+
+
 def test_every_flag_of_the_plan_is_a_setting(tmp_path: Path) -> None:
     """The plan speaks in flags; the services' own schemas judge them."""
     from kvmesh.config import DecodeSettings, GatewaySettings, KvTransferSettings, PrefillSettings, RouterSettings
