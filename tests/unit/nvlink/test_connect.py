@@ -46,11 +46,11 @@ class Ends:
             mapped = pb.PeerMapped(link_id=message.peer_memory.link_id, ok=True)
             asyncio.get_running_loop().call_soon(self.poster.on_message, pb.EngineMessage(peer_mapped=mapped))
 
-    async def connect(self, link_id: int = 1) -> Any:
+    async def connect(self, link_id: int = 1, ranks: int = 1) -> Any:
         assert self.target.memory is not None
         infos = self.target.memory.infos
         end = self.target.expect(
-            Expected(link_id, "s", on_joined=self._joined, on_ready=lambda: None, on_end=self.ended.append)
+            Expected(link_id, "s", self._joined, lambda: None, self.ended.append, source_ranks=ranks)
         )
         reply = pb.PeerHelloReply(link_id=link_id, endpoint=end.address, token=end.token, regions=infos)
         return await self.source.connect(reply, "s", WAIT_S)
@@ -136,3 +136,14 @@ async def test_an_engine_that_goes_while_its_link_is_opened(ends: Ends) -> None:
         await ends.inbound.fence()
     # The engine's pidfd is closed, and nothing of the links is left.
     assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
+async def test_a_source_of_too_many_ranks_is_refused_and_leaves_nothing(ends: Ends) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(Unavailable, match=r"counters are for 1\.\.64 ranks of a source, not 4096"):
+        await ends.connect(ranks=4096)
+    assert ends.kinds() == []
+    async with asyncio.timeout(WAIT_S):
+        # The other end closes a turn later.
+        while len(os.listdir("/proc/self/fd")) != before:
+            await asyncio.sleep(0.005)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvmesh.errors import InvalidArgument
 from kvmesh.kv.region import Region
 from kvmesh.transfer.immediate import MAX_SLOTS, pack, unpack
 from kvmesh.transfer.poller import sharpen_timers
@@ -24,12 +25,17 @@ MAX_SLEEP_S = 2e-3
 SLEEP_PART = 1 / 16
 # Stale words that are remembered as told.
 MAX_STALE = 4096
+# Of a source on this host. Each has a word per slot that is looked at, and a page of memory for hundreds of them.
+MAX_RANKS = 64
 
 
 class LinkCounters:
     """The counters of one link. `grant`, `revoke`, `read` on the loop; `changed` on the watch's thread."""
 
     def __init__(self, ranks: int, on_change: Callable[[], None]) -> None:
+        """Raises InvalidArgument (a peer says how many ranks it has), Unavailable."""
+        if not 1 <= ranks <= MAX_RANKS:
+            raise InvalidArgument(f"counters are for 1..{MAX_RANKS} ranks of a source, not {ranks}")
         self.ranks = ranks
         self.on_change = on_change
         self.region = Region.create("kv-counters", ranks * MAX_SLOTS * WORD_BYTES)

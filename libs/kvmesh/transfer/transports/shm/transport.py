@@ -103,8 +103,9 @@ class ShmTransport(SocketTransport):
         if not is_alive(fds[0]):
             raise InvalidArgument("the writer's process is gone already")
         self.forget(hello.link_id)
+        # Its own once there is somebody to close it.
+        inbound = self.inbound(frames.raw, fds[0], expected)
         pidfd = fds.pop()
-        inbound = self.inbound(frames.raw, pidfd, expected)
         try:
             await expected.on_joined(inbound, os.dup(pidfd))
         except BaseException:
