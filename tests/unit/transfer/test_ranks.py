@@ -30,6 +30,12 @@ from kvmesh.transfer.wire import PROTOCOL, FrameSocket, exchange, open_unix, pac
 from rank_world import WAIT_S, Ranks, descriptors, make_layout, mappings, running_sidecar
 
 
+@pytest.fixture(autouse=True)
+def no_litter() -> None:
+    """What earlier tests left behind is not let go of in the middle of a count."""
+    gc.collect()
+
+
 @pytest.fixture
 async def sidecar(tmp_path: Path) -> AsyncIterator[Sidecar]:
     async with running_sidecar(tmp_path) as sidecar:
