@@ -264,7 +264,13 @@ class OutLink:
         assert self.outbound is not None
         mover = self.owner.sidecar.mover
         options = self.owner.sidecar.options
-        await mover.add_link(self.outbound)
+        try:
+            await mover.add_link(self.outbound)
+        except BaseException:
+            # It may be driven all the same. The peer's memory is not to stay with us, and the peer is to know.
+            await self._release("the link could not be taken up")
+            self.owner.tell_unmapped(self)
+            raise
         self._outbox = Outbox(
             call.write,
             lambda n: pb.PeerRequest(heartbeat=pb.Heartbeat(sequence=n)),
