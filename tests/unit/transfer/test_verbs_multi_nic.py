@@ -526,6 +526,31 @@ async def test_an_engine_that_connects_anew_registers_nothing_twice(world: World
     third.regions[0].close()
 
 
+async def test_what_waits_for_another_engine_makes_room_for_the_one_that_comes(world: World) -> None:
+    end = await world.end("a", 1)
+    (device,) = end.transport._nics.devices
+    register, life = device._host_mr, Life(open_pidfd())
+    end.transport.deregister()
+
+    def one_at_a_time(*args: Any, **kwargs: Any) -> Any:
+        if device.registered:
+            raise device.api.error("Cannot allocate memory")
+        return register(*args, **kwargs)
+
+    object.__setattr__(device, "_host_mr", one_at_a_time)
+    first, second = make_memory("x", life), make_memory("y", life)
+    end.transport.register(first)
+    end.transport.deregister()
+    assert device.registered == 1, "it waits"
+    end.transport.register(second)
+    assert end.transport.status[0], end.transport.status[1]
+    assert device.registered == 1
+    end.transport.deregister()
+    for memory in (first, second):
+        memory.regions[0].close()
+    life.close()
+
+
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
     """A process that ends when it is told to."""

@@ -164,11 +164,8 @@ class Nics(Generic[DeviceT]):
             try:
                 if problem:
                     raise Unavailable(problem)
-                for region in regions:
-                    rail.memory.append(device.register_region(region))
+                rail.memory = _registered(device, regions)
             except KvmeshError as refused:
-                for memory in rail.memory:
-                    device.release(memory)
                 self._left_out[chosen.name] = refused.message
                 error = error or refused
             else:
@@ -243,6 +240,22 @@ class Nics(Generic[DeviceT]):
         nodes = [_node(topology, region) for region in regions]
         by_node = {node: nics_for_memory(topology, node, port=self._port, only=only) for node in set(nodes)}
         return [by_node[node] for node in nodes]
+
+
+def _registered(device: RdmaDevice, regions: Sequence[Region]) -> list[Memory]:
+    """The regions at a device, or none. Raises Unavailable."""
+    while True:
+        memory: list[Memory] = []
+        try:
+            for region in regions:
+                memory.append(device.register_region(region))
+            return memory
+        except KvmeshError:
+            for item in memory:
+                device.release(item)
+            # What waits for an engine that has not come back is pinned too: without it there may be room.
+            if not device.end_idle():
+                raise
 
 
 def _node(topology: Topology, region: Region) -> int | None:
