@@ -20,6 +20,7 @@ import pytest
 
 from kvmesh.errors import FailedPrecondition, TransferFailed
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
+from kvmesh.transfer.link import SidecarLink
 from nvlink_kit import PostingEngine
 from transfer_kit import ROOT, Engine, SidecarProcess, make_layout, soon
 
@@ -289,6 +290,50 @@ async def test_the_destinations_sidecar_is_killed(scene: Scene) -> None:
     slot, transfer = await begin(source, again, ready=6)
     await soon(slot.completed)
     await again.close()
+
+
+async def test_pages_of_a_killed_sidecar_come_back_when_its_successor_hears_that_nothing_is_mapped(
+    scene: Scene,
+) -> None:
+    """The destination's engine lives on, and so does the source's, whose launch is in flight meanwhile."""
+    source = scene.source
+    target = Engine("e", scene.third, make_layout(num_pages=50), next(lives))
+    link = SidecarLink(
+        scene.third.socket,
+        engine_id=target.name,
+        incarnation=target.incarnation,
+        layout=target.layout,
+        regions=target.regions,
+        doorbell=target.doorbell_region,
+        ring=target.ring_region,
+    )
+    link.start()
+    target.client = await link.wait_connected(60)
+    slot, transfer = await begin(source, target)
+    step = source.begin([transfer], 0, 6)
+    assert step is not None
+    source.backend.gate.clear()
+    step.layer(0)
+    scene.third.kill()
+    with pytest.raises(TransferFailed):
+        await soon(slot.completed)
+    await until(lambda: transfer_stopped(source, transfer))
+    await scene.third.start()
+    await until(lambda: link.client is not None and link.client is not target.client)
+    target.client = await link.wait_connected(60)
+    # The successor has taken the engine in; whoever was let in by its predecessor still writes.
+    assert not slot.drained.done()
+    assert not transfer.done.done()
+    source.backend.gate.set()
+    await soon(slot.drained)
+    with pytest.raises(TransferFailed):
+        await soon(transfer.done)
+    slot, transfer = await begin(source, target, ready=6)
+    await soon(slot.completed)
+    await soon(transfer.done)
+    np.testing.assert_array_equal(target.pages[:, DST], source.pages[:, SRC])
+    await link.close()
+    await target.close()
 
 
 async def test_the_sources_sidecar_is_killed(scene: Scene) -> None:
