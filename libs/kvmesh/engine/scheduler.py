@@ -220,8 +220,7 @@ class Scheduler:
             self.plan = []
         else:
             self.plan = [p for p in self.plan if p.choice.seq_id not in seq_ids]
-            for choice in failed:
-                self.pages.forget(choice)
+            self.pages.forget(failed)
         for choice in failed:
             self.end(choice.request, error)
         return {choice.request.key for choice in failed}

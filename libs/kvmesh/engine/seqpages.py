@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvmesh.engine.events import Counters, Mode
 from kvmesh.engine.runner import Int32Array
 from kvmesh.engine.sequence import Choice, Stamp
@@ -135,10 +137,10 @@ class SequencePages:
         if self.cache is not None and choice.computed >= self.page_size:
             self.cache.insert(choice.seq_id, choice.request.options.seed_bytes, choice.computed_tokens(), choice.pages)
 
-    def forget(self, choice: Choice) -> None:
-        """The KV of its history is not to be trusted: no one else may find it, not even what it found itself."""
+    def forget(self, choices: Iterable[Choice]) -> None:
+        """The KV of their history is not to be trusted: nobody may find it, not even what they found themselves."""
         if self.cache is not None:
-            self.cache.forget(choice.pages)
+            self.cache.forget({page for choice in choices for page in choice.pages})
 
     def free(self, choice: Choice) -> None:
         """Let go of every page (those that a descriptor names return when it is settled)."""

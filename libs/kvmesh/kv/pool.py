@@ -92,6 +92,7 @@ class PagePool:
         self._draining = [0] * num_pages
         self._writing = bytearray(num_pages)
         self._cached = bytearray(num_pages)
+        self._suspect = bytearray(num_pages)
         self._state = bytearray(num_pages)
         self._holdings: dict[Owner, _Holding] = {}
         self._exposures: dict[tuple[Owner, int], _Exposure] = {}
@@ -133,6 +134,11 @@ class PagePool:
         """True while a live descriptor lets a peer write the page."""
         self._check_page(page)
         return bool(self._writing[page])
+
+    def suspect(self, page: int) -> bool:
+        """True from `suspect_pages` until the page is free."""
+        self._check_page(page)
+        return bool(self._suspect[page])
 
     def pages_of(self, owner: Owner) -> list[int]:
         """The pages that the owner holds, in the order in which it got them."""
@@ -202,6 +208,12 @@ class PagePool:
         if self._cache is None or not self.holds(self._cache.owner, page):
             raise Internal(f"page {page} is not held by the prefix cache")
         self._cached[page] = 1
+
+    def suspect_pages(self, pages: Iterable[int]) -> None:
+        """What is in these pages is not to be trusted as long as anybody uses them. Those that are free are ignored."""
+        for page in pages:
+            self._check_page(page)
+            self._suspect[page] = self._users[page] > 0
 
     # -- descriptors
 
@@ -347,6 +359,8 @@ class PagePool:
                 expected = PageState.DRAINING if exposed[page] == draining[page] else PageState.EXPOSED
             if self._state[page] != expected:
                 faults.append(f"page {page} is marked {PageState(self._state[page]).name}, is {expected.name}")
+            if self._suspect[page] and not users:
+                faults.append(f"page {page} is free and still suspect")
             if (page in free_set) != (users == 0):
                 faults.append(
                     f"page {page} has {users} users and is{'' if page in free_set else ' not'} in the free runs"
@@ -369,6 +383,7 @@ class PagePool:
             if left == 0:
                 freed.append(page)
                 self._state[page] = PageState.FREE
+                self._suspect[page] = 0
                 continue
             self._restate(page)
             if left == 1 and cached[page] and self._cache is not None:

@@ -167,7 +167,8 @@ class PrefixCache:
         """Cache the whole blocks of `tokens`, block i in pages[i], which the owner holds and whose KV is complete.
 
         A block that is already cached stays as it is and the owner's page for it is not cached. Stops at a hash that
-        belongs to other tokens. Returns the number of blocks stored. Raises InvalidArgument for a page that the owner
+        belongs to other tokens, and at a page that was to be forgotten while others used it: all behind it was computed
+        from that. Returns the number of blocks stored. Raises InvalidArgument for a page that the owner
         does not hold or that a peer may still write, before anything is stored.
         """
         raw = token_bytes(tokens)
@@ -182,6 +183,8 @@ class PrefixCache:
         stored: list[bytes] = []
         above = seed
         for index in range(count):
+            if self._pool.suspect(pages[index]):
+                break
             block_tokens = raw[index * step : (index + 1) * step]
             key = self._hash(parent.hash if parent is not None else seed, block_tokens)
             block = self._blocks.get(key)
@@ -207,14 +210,15 @@ class PrefixCache:
     def forget(self, pages: Iterable[int]) -> int:
         """What these pages hold is not to be trusted: no look-up finds their blocks again, nor any block below them.
 
-        Pages that others use stay theirs; the rest is freed. Pages that are not cached are ignored. Returns the number
-        of blocks forgotten.
+        Pages that others use stay theirs, and `insert` takes none of them; the rest is freed. Returns the number of
+        blocks forgotten.
         """
         suspects = set(pages)
         doomed: dict[bytes, _Block] = {}
         for block in self._blocks.values():  # parents come before children
             if block.page in suspects or (block.parent is not None and block.parent.hash in doomed):
                 doomed[block.hash] = block
+        self._pool.suspect_pages(suspects.union(block.page for block in doomed.values()))
         for block in reversed(doomed.values()):
             self._remove(block)
         if doomed:

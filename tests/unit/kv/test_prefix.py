@@ -33,6 +33,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.names: dict[bytes, tuple] = {}
         self.mirror: dict[bytes, bytes] = {}
         self.forgetting = False
+        self.suspect: set[int] = set()  # forgotten while in use; cleared where a page is given out anew
 
     def on_event(self, event: CacheEvent):
         """What a router would keep: hash -> parent hash. Parents come first and leave last."""
@@ -93,6 +94,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert len(set(got.pages)) == need
         assert not set(got.new_pages) & {page for _, _, pages in self.owners.values() for page in pages}
         self.owners[owner] = (seed, tuple(tokens), got.pages)
+        self.suspect -= set(got.new_pages)
         for page, name in zip(got.pages, self.prefixes(seed, tokens, len(tokens) // PAGE), strict=False):
             if page in got.new_pages:
                 self.content[page] = name
@@ -107,10 +109,12 @@ class PrefixMachine(RuleBasedStateMachine):
         tokens = tokens[:part]
         stored = self.cache.insert(owner, seed, tokens, pages)
         if self.exact:
-            new = [name for name in self.prefixes(seed, tokens, len(tokens) // PAGE) if name not in self.cached]
+            whole = len(tokens) // PAGE
+            good = next((i for i in range(whole) if pages[i] in self.suspect), whole)
+            new = [name for name in self.prefixes(seed, tokens, good) if name not in self.cached]
             assert stored == len(new)
             parent = seed
-            for i, name in enumerate(self.prefixes(seed, tokens, len(tokens) // PAGE)):
+            for i, name in enumerate(self.prefixes(seed, tokens, good)):
                 raw = b"".join(token.to_bytes(4, "little") for token in tokens[i * PAGE : (i + 1) * PAGE])
                 parent = hash_block(parent, raw)
                 self.names[parent] = name
@@ -163,13 +167,16 @@ class PrefixMachine(RuleBasedStateMachine):
             for seed, tokens in self.cached
             if any((seed, tokens[:cut]) in roots for cut in range(PAGE, len(tokens) + 1, PAGE))
         }
+        below_pages = {self.cached[name] for name in below}
         before, held = len(self.cache), {name: self.pool.pages_of(name) for name in self.owners}
         self.forgetting = True
         count = self.cache.forget(bad)
         self.forgetting = False
         assert before - len(self.cache) == count
         assert {name: self.pool.pages_of(name) for name in self.owners} == held
+        self.suspect |= bad
         if self.exact:
+            self.suspect |= below_pages
             assert count == len(below)
             assert not below & set(self.cached)
 
@@ -312,6 +319,31 @@ def test_a_colliding_hash_is_a_miss_whatever_it_collides_in():
     pages = pool.allocate("c", 2)
     assert cache.insert("c", SEEDS[0], [7, 8, 9, 9], pages) == 0
     assert cache.match(SEEDS[0], [7, 8, 9, 9]).num_tokens == 0
+    cache.check_integrity()
+
+
+def test_what_was_forgotten_does_not_come_back_with_those_who_still_use_it():
+    pool = PagePool(8)
+    cache = PrefixCache(pool, PAGE)
+    tokens = list(range(3 * PAGE))
+    first = cache.reserve("a", SEEDS[0], tokens, 3)
+    cache.insert("a", SEEDS[0], tokens[: 2 * PAGE], first.pages)
+    second = cache.reserve("b", SEEDS[0], tokens, 3)
+    assert second.match.pages == first.pages[:2]
+    # The first block's KV is bad; "b" computes on, on top of it.
+    assert cache.forget(first.pages[:1]) == 2
+    pool.release("a")
+    assert cache.insert("b", SEEDS[0], tokens, second.pages) == 0
+    assert cache.match(SEEDS[0], tokens).pages == []
+    # Somebody computes it anew: what "b" made of the bad block is no continuation of that.
+    third = cache.reserve("c", SEEDS[0], tokens[:PAGE], 1)
+    assert cache.insert("c", SEEDS[0], tokens[:PAGE], third.pages) == 1
+    assert cache.insert("b", SEEDS[0], tokens, second.pages) == 0
+    # A page is as good as any once it was free.
+    pool.release("b")
+    again = cache.reserve("d", SEEDS[0], tokens, 3)
+    assert cache.insert("d", SEEDS[0], tokens, again.pages) == 2
+    pool.check_integrity()
     cache.check_integrity()
 
 
