@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from kvmesh.kv.layout import KvGroup, KvLayout
@@ -35,11 +35,15 @@ def _no_channel(address: str) -> MeshChannel:
 
 @contextlib.asynccontextmanager
 async def running_sidecar(
-    folder: Path, *, rank_join_s: float = WAIT_S, transports: tuple[str, ...] = ("shm", "tcp")
+    folder: Path,
+    *,
+    rank_join_s: float = WAIT_S,
+    transports: tuple[str, ...] = ("shm", "tcp"),
+    open_channel: Callable[[str], MeshChannel] = _no_channel,
 ) -> AsyncIterator[Sidecar]:
     """A sidecar without a control API."""
     options = SidecarOptions(
-        "s", folder / "s.sock", _no_channel, transports=transports, lease_s=2.0, rank_join_s=rank_join_s
+        "s", folder / "s.sock", open_channel, transports=transports, lease_s=2.0, rank_join_s=rank_join_s
     )
     sidecar = Sidecar(options, on_engine=lambda present: None)
     await sidecar.start()

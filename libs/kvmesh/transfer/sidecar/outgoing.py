@@ -210,30 +210,39 @@ class OutgoingLinks:
             destination_incarnation=notice.message.incarnation,
         )
         while time.monotonic() < until and link_id in self._untold:
-            channel = self.sidecar.options.open_channel(notice.address)
-            call = open_peer(channel, self.sidecar.options.connect_timeout_s)
             try:
-                with raising():
-                    await call.write(pb.PeerRequest(hello=hello))
-                    if await anext(aiter(call), None) is not None:
-                        await call.write(pb.PeerRequest(unmapped=notice.message))
-                        await call.done_writing()
-                        if await anext(aiter(call), None) is None:
-                            break
+                if await self._tell_once(notice, hello):
+                    break
             except NotFound:
                 # Another engine, or another life of it: that memory is gone with its owner.
                 break
-            except (KvmeshError, asyncio.InvalidStateError) as error:
+            except Exception as error:
+                # Whatever it is: pages over there wait for this word.
                 log.debug("unmapped notice to %s: %s", engine_id, short(error))
-            finally:
-                call.cancel()
-                await channel.close()
             await asyncio.sleep(low)
             low = min(low * 2, high)
         else:
             if link_id in self._untold:
                 log.warning("nobody took the unmapped notice for %s", engine_id)
         self._untold.pop(link_id, None)
+
+    async def _tell_once(self, notice: _Notice, hello: pb.PeerHello) -> bool:
+        """Whether it was read."""
+        channel = self.sidecar.options.open_channel(notice.address)
+        try:
+            call = open_peer(channel, self.sidecar.options.connect_timeout_s)
+            try:
+                with raising():
+                    await call.write(pb.PeerRequest(hello=hello))
+                    if await anext(aiter(call), None) is None:
+                        return False
+                    await call.write(pb.PeerRequest(unmapped=notice.message))
+                    await call.done_writing()
+                    return await anext(aiter(call), None) is None
+            finally:
+                call.cancel()
+        finally:
+            await channel.close()
 
     async def end_all(self, session: Session, reason: str, timeout_s: float) -> None:
         """Stop everything of an engine, let go of all peers' memory, end the links."""

@@ -135,10 +135,12 @@ class OutLink:
     async def run(self) -> None:
         """Open, serve, and clean up. Failure to open is told through `ready`."""
         options = self.owner.sidecar.options
-        channel = options.open_channel(self.key[3])
+        channel: MeshChannel | None = None
         cause = "cancelled"
         failed: list[pb.TransportOffer] = []
         try:
+            # May fail too: certificates that cannot be read, an address that is none.
+            channel = options.open_channel(self.key[3])
             while not await self._attempt(channel, failed):
                 pass
             cause = self._end_reason or "the destination ended the link"
@@ -151,8 +153,9 @@ class OutLink:
         finally:
             self._not_ready(Unavailable(cause))
             self.state = "fenced"
-            await channel.close()
             self.owner.ended(self)
+            if channel is not None:
+                await channel.close()
 
     def _not_ready(self, error: KvmeshError) -> None:
         if not self.ready.done():
