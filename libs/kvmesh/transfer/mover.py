@@ -243,9 +243,11 @@ class Mover:
     def _collect(self, outbound: Outbound) -> bool:
         try:
             completions = outbound.poll(TURN_BYTES)
-        except KvmeshError as error:
-            log.error("mover: a link is given up: %s", error.message)
-            outbound.fence(error.message)
+        except Exception as error:
+            # Whatever it is: the links behind it in this turn, and in all turns after, are not to pay for it.
+            reason = error.message if isinstance(error, KvmeshError) else f"{type(error).__name__}: {error}"
+            log.error("mover: a link is given up: %s", reason, exc_info=not isinstance(error, KvmeshError))
+            outbound.fence(reason)
             completions = outbound.poll(0)
         if self._table is not None:
             for completion in completions:

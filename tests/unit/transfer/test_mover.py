@@ -14,6 +14,7 @@ from kvmesh.kv.region import Region
 from kvmesh.kv.ring import Doorbell, StepEntry, StepRecord, StepRing
 from kvmesh.transfer.mover import Mover
 from kvmesh.transfer.sends import SendDone, SendDrained, SendEvent, SendTable
+from kvmesh.transfer.transports.base import Completion
 from kvmesh.transfer.watcher import RingWatcher
 from test_sends import LAYOUT, Recorder, make
 
@@ -22,8 +23,6 @@ class Instant(Recorder):
     """Completes at the next poll."""
 
     def poll(self, budget: int) -> list[object]:  # type: ignore[override]
-        from kvmesh.transfer.transports.base import Completion
-
         self.ready += [Completion(write.context, write.nbytes) for write in self.writes]
         self.writes.clear()
         return super().poll(budget)  # type: ignore[return-value]
@@ -130,6 +129,31 @@ async def test_broken_link_is_told_once_and_its_sends_end(rig: Rig) -> None:
     assert event.send.reason == "cable cut"
     await rig.mover.call(lambda: None)
     assert rig.broken.empty()
+
+
+class Faulty(Instant):
+    """Its poll fails while it is not fenced; then it completes with an error, as everything fenced does."""
+
+    def poll(self, budget: int) -> list[object]:
+        if not self.down:
+            raise IndexError("pop from an empty deque")
+        self.ready += [Completion(write.context, 0, self.down) for write in self.writes]
+        self.writes.clear()
+        return super().poll(budget)
+
+
+async def test_a_link_with_a_fault_is_given_up_and_keeps_no_other_from_its_turn(rig: Rig) -> None:
+    # Behind it in every turn: the good one.
+    await rig.mover.remove_link(rig.out, "to the end of the line")
+    bad, rig.out = Faulty(), Instant()
+    await rig.mover.add_link(bad)
+    await rig.mover.add_link(rig.out)
+    await rig.mover.start_send(make(rig.out, [1], [2], transfer_id=1), 1)
+    event = await rig.event()
+    assert isinstance(event, SendDone)
+    async with asyncio.timeout(60):
+        assert await rig.broken.get() == "IndexError: pop from an empty deque"
+    await rig.mover.remove_link(bad, "over")
 
 
 async def test_a_corrupt_ring_ends_the_engines_transfers(rig: Rig) -> None:
