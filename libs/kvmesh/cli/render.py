@@ -48,7 +48,7 @@ def render(status: MeshStatus) -> Group:
 
 
 def _workers(status: MeshStatus) -> Table:
-    table = _table("workers", "worker", "role", "state", "model", "address", "running", "waiting", "pages free")
+    table = _table("workers", "worker", "role", "state", "model", "tp", "address", "running", "waiting", "pages free")
     for entry in status.fleet.workers:
         info, load = entry.info, entry.load
         table.add_row(
@@ -56,6 +56,7 @@ def _workers(status: MeshStatus) -> Table:
             _enum(engine_pb2.WorkerRole.Name(info.role), "WORKER_ROLE_"),
             _enum(engine_pb2.WorkerState.Name(info.state), "WORKER_STATE_"),
             f"{info.model} ({info.dtype})",
+            str(info.tp or 1),
             info.address,
             str(load.running),
             str(load.waiting),

@@ -7,8 +7,8 @@ import re
 from rich.console import Console
 
 from kvmesh.cli.render import MeshStatus, render
+from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
-from kvmesh.proto.v1 import router_pb2
 
 
 def printed(status: MeshStatus) -> str:
@@ -112,6 +112,16 @@ def test_threads_and_what_is_not_known() -> None:
     assert row(text, "decode-0", "mover", "0-31", "NUMA node 0")
     assert row(text, "decode-0", "verbs poller", "any", "switched off")
     assert "topology: GPU 0000:13:00.0: its NUMA node is not told" in text
+
+
+def test_workers_tell_how_many_ranks_they_have() -> None:
+    workers = [
+        router_pb2.WorkerStatus(info=engine_pb2.WorkerInfo(worker_id=name, model="m", dtype="bf16", tp=tp))
+        for name, tp in (("sharded-0", 3), ("older-0", 0))
+    ]
+    text = printed(MeshStatus(router_pb2.WatchResponse(workers=workers), {}))
+    assert row(text, "sharded-0", "m (bf16)", "3")
+    assert row(text, "older-0", "m (bf16)", "1")
 
 
 def test_an_older_sidecar_tells_less_and_nothing_breaks() -> None:

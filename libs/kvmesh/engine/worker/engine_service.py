@@ -34,6 +34,7 @@ def worker_info(ctx: WorkerContext, status: WorkerStatus, address: str) -> pb.Wo
         page_size=identity.layout.page_size,
         layout_fingerprint=identity.layout.fingerprint(),
         kv_fingerprint=identity.layout.kv_fingerprint(),
+        tp=identity.layout.tp,
         max_model_len=identity.max_model_len,
         architecture=identity.info.architecture,
         dtype=identity.info.dtype,

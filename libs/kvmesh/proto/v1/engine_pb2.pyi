@@ -90,6 +90,7 @@ class WorkerInfo(_message.Message):
     TOTAL_PAGES_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     KV_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    TP_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name (host and role); the same after a restart."""
     incarnation: _builtins.int
@@ -117,6 +118,8 @@ class WorkerInfo(_message.Message):
     total_pages: _builtins.int
     kv_fingerprint: _builtins.bytes
     """KV layouts with equal ones can exchange tokens, whatever their page sizes and tp; empty: as layout_fingerprint says."""
+    tp: _builtins.int
+    """Ranks (processes) that share each layer; 0 is 1."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -141,10 +144,11 @@ class WorkerInfo(_message.Message):
         total_pages: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         kv_fingerprint: _builtins.bytes = ...,
+        tp: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "architecture", b"architecture", "base_seed", b"base_seed", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "kvtransfer_address", b"kvtransfer_address", "layout_fingerprint", b"layout_fingerprint", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "page_size", b"page_size", "revision", b"revision", "role", b"role", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "total_pages", b"total_pages", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "architecture", b"architecture", "base_seed", b"base_seed", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "kvtransfer_address", b"kvtransfer_address", "layout_fingerprint", b"layout_fingerprint", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "page_size", b"page_size", "revision", b"revision", "role", b"role", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "total_pages", b"total_pages", "tp", b"tp", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
