@@ -5,14 +5,19 @@
 # source: kvmesh/v1/engine.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
-_runtime_version.ValidateProtobufRuntimeVersion(_runtime_version.Domain.PUBLIC, 7, 35, 1, "", "kvmesh/v1/engine.proto")
+_runtime_version.ValidateProtobufRuntimeVersion(
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'kvmesh/v1/engine.proto'
+)
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
@@ -21,71 +26,69 @@ _sym_db = _symbol_database.Default()
 from kvmesh.proto.v1 import inference_pb2 as kvmesh_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x16kvmesh/v1/engine.proto\x12\tkvmesh.v1\x1a\x19kvmesh/v1/inference.proto"\xce\x03\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12#\n\x04role\x18\x04 \x01(\x0e\x32\x15.kvmesh.v1.WorkerRole\x12\r\n\x05model\x18\x05 \x01(\t\x12\x10\n\x08revision\x18\x06 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\x12\x11\n\tbase_seed\x18\x08 \x01(\x0c\x12\x11\n\tpage_size\x18\t \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\n \x01(\x0c\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x14\n\x0c\x61rchitecture\x18\x0c \x01(\t\x12\r\n\x05\x64type\x18\r \x01(\t\x12\x1a\n\x12kvtransfer_address\x18\x0e \x01(\t\x12%\n\x05state\x18\x0f \x01(\x0e\x32\x16.kvmesh.v1.WorkerState\x12\x11\n\tmax_batch\x18\x10 \x01(\r\x12\x13\n\x0btotal_pages\x18\x11 \x01(\r\x12\x15\n\reos_token_ids\x18\x12 \x03(\r\x12\x16\n\x0ekv_fingerprint\x18\x13 \x01(\x0c\x12\n\n\x02tp\x18\x14 \x01(\r"\xab\x01\n\nWorkerLoad\x12\x12\n\nfree_pages\x18\x01 \x01(\r\x12\x13\n\x0btotal_pages\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x15\n\rqueued_tokens\x18\x05 \x01(\x04\x12\x17\n\x0finflight_tokens\x18\x06 \x01(\x04\x12\x14\n\x0ctransferring\x18\x07 \x01(\r\x12\x0c\n\x04step\x18\x08 \x01(\x04"\x11\n\x0f\x44\x65scribeRequest"\\\n\x10\x44\x65scribeResponse\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerInfo\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoad"\x10\n\x0eGetLoadRequest"6\n\x0fGetLoadResponse\x12#\n\x04load\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoad""\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r"B\n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07\x64rained\x18\x03 \x01(\x08"H\n\rPrefillTarget\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04"\x9f\x02\n\rSubmitRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x12\n\nprompt_len\x18\x06 \x01(\r\x12+\n\x08sampling\x18\x07 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\x12)\n\x07prefill\x18\x08 \x03(\x0b\x32\x18.kvmesh.v1.PrefillTarget\x12\x0f\n\x07ttft_ms\x18\t \x01(\r\x12\x10\n\x08total_ms\x18\n \x01(\r\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x10\n\x08priority\x18\x0c \x01(\x05"T\n\x0eSubmitResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x16\n\x0equeue_position\x18\x03 \x01(\r"^\n\x12\x44\x65\x63odeAbortRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x0f\n\x07\x63hoices\x18\x04 \x03(\r"&\n\x13\x44\x65\x63odeAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r"#\n\rFramesRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t"\xd7\x01\n\x0e\x46ramesResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12(\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x18.kvmesh.v1.SequenceDelta\x12#\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x15.kvmesh.v1.RequestEnd\x12*\n\x07prompts\x18\x05 \x03(\x0b\x32\x19.kvmesh.v1.PromptLogprobs\x12#\n\x04load\x18\x06 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoad"\xb0\x02\n\rSequenceDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.kvmesh.v1.TokenLogprob\x12.\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x12\x63umulative_logprob\x18\t \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_stop_token_idB\x15\n\x13_cumulative_logprob"`\n\x0ePromptLogprobs\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.kvmesh.v1.TokenLogprob"\x90\x01\n\nRequestEnd\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.kvmesh.v1.WorkerFinishedH\x00\x12\'\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x16.kvmesh.v1.WorkerErrorH\x00\x42\x05\n\x03\x65nd"\x83\x02\n\x0eWorkerFinished\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\x12\x10\n\x08queue_ms\x18\x07 \x01(\x01\x12\x12\n\nprefill_ms\x18\x08 \x01(\x01\x12\x11\n\tdecode_ms\x18\t \x01(\x01\x12\x17\n\x0fprefill_retries\x18\n \x01(\r\x12\x13\n\x0bpreemptions\x18\x0b \x01(\r"O\n\x0bWorkerError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08"\x8d\x01\n\nRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\ndescriptor\x18\x05 \x01(\x0c\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05"f\n\x0bRunResponse\x12*\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.RunAcceptedH\x00\x12"\n\x04\x64one\x18\x02 \x01(\x0b\x32\x12.kvmesh.v1.RunDoneH\x00\x42\x07\n\x05\x65vent"9\n\x0bRunAccepted\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r"a\n\x07RunDone\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\ncompute_ms\x18\x03 \x01(\x01\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\r*s\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x17\n\x13WORKER_ROLE_UNIFIED\x10\x03*\x95\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x18\n\x14WORKER_STATE_SERVING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_STALLED\x10\x04\x32\xcd\x01\n\x06\x45ngine\x12\x43\n\x08\x44\x65scribe\x12\x1a.kvmesh.v1.DescribeRequest\x1a\x1b.kvmesh.v1.DescribeResponse\x12@\n\x07GetLoad\x12\x19.kvmesh.v1.GetLoadRequest\x1a\x1a.kvmesh.v1.GetLoadResponse\x12<\n\x05\x44rain\x12\x17.kvmesh.v1.DrainRequest\x1a\x18.kvmesh.v1.DrainResponse0\x01\x32\xd0\x01\n\x06\x44\x65\x63ode\x12=\n\x06Submit\x12\x18.kvmesh.v1.SubmitRequest\x1a\x19.kvmesh.v1.SubmitResponse\x12\x46\n\x05\x41\x62ort\x12\x1d.kvmesh.v1.DecodeAbortRequest\x1a\x1e.kvmesh.v1.DecodeAbortResponse\x12?\n\x06\x46rames\x12\x18.kvmesh.v1.FramesRequest\x1a\x19.kvmesh.v1.FramesResponse0\x01\x32\x41\n\x07Prefill\x12\x36\n\x03Run\x12\x15.kvmesh.v1.RunRequest\x1a\x16.kvmesh.v1.RunResponse0\x01\x62\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/engine.proto\x12\tkvmesh.v1\x1a\x19kvmesh/v1/inference.proto\"\xce\x03\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12#\n\x04role\x18\x04 \x01(\x0e\x32\x15.kvmesh.v1.WorkerRole\x12\r\n\x05model\x18\x05 \x01(\t\x12\x10\n\x08revision\x18\x06 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\x12\x11\n\tbase_seed\x18\x08 \x01(\x0c\x12\x11\n\tpage_size\x18\t \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\n \x01(\x0c\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x14\n\x0c\x61rchitecture\x18\x0c \x01(\t\x12\r\n\x05\x64type\x18\r \x01(\t\x12\x1a\n\x12kvtransfer_address\x18\x0e \x01(\t\x12%\n\x05state\x18\x0f \x01(\x0e\x32\x16.kvmesh.v1.WorkerState\x12\x11\n\tmax_batch\x18\x10 \x01(\r\x12\x13\n\x0btotal_pages\x18\x11 \x01(\r\x12\x15\n\reos_token_ids\x18\x12 \x03(\r\x12\x16\n\x0ekv_fingerprint\x18\x13 \x01(\x0c\x12\n\n\x02tp\x18\x14 \x01(\r\"\xab\x01\n\nWorkerLoad\x12\x12\n\nfree_pages\x18\x01 \x01(\r\x12\x13\n\x0btotal_pages\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x15\n\rqueued_tokens\x18\x05 \x01(\x04\x12\x17\n\x0finflight_tokens\x18\x06 \x01(\x04\x12\x14\n\x0ctransferring\x18\x07 \x01(\r\x12\x0c\n\x04step\x18\x08 \x01(\x04\"\x11\n\x0f\x44\x65scribeRequest\"\\\n\x10\x44\x65scribeResponse\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerInfo\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoad\"\x10\n\x0eGetLoadRequest\"6\n\x0fGetLoadResponse\x12#\n\x04load\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoad\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\"B\n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07\x64rained\x18\x03 \x01(\x08\"H\n\rPrefillTarget\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\"\x9f\x02\n\rSubmitRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x12\n\nprompt_len\x18\x06 \x01(\r\x12+\n\x08sampling\x18\x07 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\x12)\n\x07prefill\x18\x08 \x03(\x0b\x32\x18.kvmesh.v1.PrefillTarget\x12\x0f\n\x07ttft_ms\x18\t \x01(\r\x12\x10\n\x08total_ms\x18\n \x01(\r\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x10\n\x08priority\x18\x0c \x01(\x05\"T\n\x0eSubmitResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x16\n\x0equeue_position\x18\x03 \x01(\r\"^\n\x12\x44\x65\x63odeAbortRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x0f\n\x07\x63hoices\x18\x04 \x03(\r\"&\n\x13\x44\x65\x63odeAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\"#\n\rFramesRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"\xd7\x01\n\x0e\x46ramesResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12(\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x18.kvmesh.v1.SequenceDelta\x12#\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x15.kvmesh.v1.RequestEnd\x12*\n\x07prompts\x18\x05 \x03(\x0b\x32\x19.kvmesh.v1.PromptLogprobs\x12#\n\x04load\x18\x06 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoad\"\xb0\x02\n\rSequenceDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.kvmesh.v1.TokenLogprob\x12.\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x12\x63umulative_logprob\x18\t \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_stop_token_idB\x15\n\x13_cumulative_logprob\"`\n\x0ePromptLogprobs\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.kvmesh.v1.TokenLogprob\"\x90\x01\n\nRequestEnd\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.kvmesh.v1.WorkerFinishedH\x00\x12\'\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x16.kvmesh.v1.WorkerErrorH\x00\x42\x05\n\x03\x65nd\"\x83\x02\n\x0eWorkerFinished\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\x12\x10\n\x08queue_ms\x18\x07 \x01(\x01\x12\x12\n\nprefill_ms\x18\x08 \x01(\x01\x12\x11\n\tdecode_ms\x18\t \x01(\x01\x12\x17\n\x0fprefill_retries\x18\n \x01(\r\x12\x13\n\x0bpreemptions\x18\x0b \x01(\r\"O\n\x0bWorkerError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\x8d\x01\n\nRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\ndescriptor\x18\x05 \x01(\x0c\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\"f\n\x0bRunResponse\x12*\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.RunAcceptedH\x00\x12\"\n\x04\x64one\x18\x02 \x01(\x0b\x32\x12.kvmesh.v1.RunDoneH\x00\x42\x07\n\x05\x65vent\"9\n\x0bRunAccepted\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"a\n\x07RunDone\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\ncompute_ms\x18\x03 \x01(\x01\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\r*s\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x17\n\x13WORKER_ROLE_UNIFIED\x10\x03*\x95\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x18\n\x14WORKER_STATE_SERVING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_STALLED\x10\x04\x32\xcd\x01\n\x06\x45ngine\x12\x43\n\x08\x44\x65scribe\x12\x1a.kvmesh.v1.DescribeRequest\x1a\x1b.kvmesh.v1.DescribeResponse\x12@\n\x07GetLoad\x12\x19.kvmesh.v1.GetLoadRequest\x1a\x1a.kvmesh.v1.GetLoadResponse\x12<\n\x05\x44rain\x12\x17.kvmesh.v1.DrainRequest\x1a\x18.kvmesh.v1.DrainResponse0\x01\x32\xd0\x01\n\x06\x44\x65\x63ode\x12=\n\x06Submit\x12\x18.kvmesh.v1.SubmitRequest\x1a\x19.kvmesh.v1.SubmitResponse\x12\x46\n\x05\x41\x62ort\x12\x1d.kvmesh.v1.DecodeAbortRequest\x1a\x1e.kvmesh.v1.DecodeAbortResponse\x12?\n\x06\x46rames\x12\x18.kvmesh.v1.FramesRequest\x1a\x19.kvmesh.v1.FramesResponse0\x01\x32\x41\n\x07Prefill\x12\x36\n\x03Run\x12\x15.kvmesh.v1.RunRequest\x1a\x16.kvmesh.v1.RunResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "kvmesh.proto.v1.engine_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.proto.v1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_WORKERROLE"]._serialized_start = 3136
-    _globals["_WORKERROLE"]._serialized_end = 3251
-    _globals["_WORKERSTATE"]._serialized_start = 3254
-    _globals["_WORKERSTATE"]._serialized_end = 3403
-    _globals["_WORKERINFO"]._serialized_start = 65
-    _globals["_WORKERINFO"]._serialized_end = 527
-    _globals["_WORKERLOAD"]._serialized_start = 530
-    _globals["_WORKERLOAD"]._serialized_end = 701
-    _globals["_DESCRIBEREQUEST"]._serialized_start = 703
-    _globals["_DESCRIBEREQUEST"]._serialized_end = 720
-    _globals["_DESCRIBERESPONSE"]._serialized_start = 722
-    _globals["_DESCRIBERESPONSE"]._serialized_end = 814
-    _globals["_GETLOADREQUEST"]._serialized_start = 816
-    _globals["_GETLOADREQUEST"]._serialized_end = 832
-    _globals["_GETLOADRESPONSE"]._serialized_start = 834
-    _globals["_GETLOADRESPONSE"]._serialized_end = 888
-    _globals["_DRAINREQUEST"]._serialized_start = 890
-    _globals["_DRAINREQUEST"]._serialized_end = 924
-    _globals["_DRAINRESPONSE"]._serialized_start = 926
-    _globals["_DRAINRESPONSE"]._serialized_end = 992
-    _globals["_PREFILLTARGET"]._serialized_start = 994
-    _globals["_PREFILLTARGET"]._serialized_end = 1066
-    _globals["_SUBMITREQUEST"]._serialized_start = 1069
-    _globals["_SUBMITREQUEST"]._serialized_end = 1356
-    _globals["_SUBMITRESPONSE"]._serialized_start = 1358
-    _globals["_SUBMITRESPONSE"]._serialized_end = 1442
-    _globals["_DECODEABORTREQUEST"]._serialized_start = 1444
-    _globals["_DECODEABORTREQUEST"]._serialized_end = 1538
-    _globals["_DECODEABORTRESPONSE"]._serialized_start = 1540
-    _globals["_DECODEABORTRESPONSE"]._serialized_end = 1578
-    _globals["_FRAMESREQUEST"]._serialized_start = 1580
-    _globals["_FRAMESREQUEST"]._serialized_end = 1615
-    _globals["_FRAMESRESPONSE"]._serialized_start = 1618
-    _globals["_FRAMESRESPONSE"]._serialized_end = 1833
-    _globals["_SEQUENCEDELTA"]._serialized_start = 1836
-    _globals["_SEQUENCEDELTA"]._serialized_end = 2140
-    _globals["_PROMPTLOGPROBS"]._serialized_start = 2142
-    _globals["_PROMPTLOGPROBS"]._serialized_end = 2238
-    _globals["_REQUESTEND"]._serialized_start = 2241
-    _globals["_REQUESTEND"]._serialized_end = 2385
-    _globals["_WORKERFINISHED"]._serialized_start = 2388
-    _globals["_WORKERFINISHED"]._serialized_end = 2647
-    _globals["_WORKERERROR"]._serialized_start = 2649
-    _globals["_WORKERERROR"]._serialized_end = 2728
-    _globals["_RUNREQUEST"]._serialized_start = 2731
-    _globals["_RUNREQUEST"]._serialized_end = 2872
-    _globals["_RUNRESPONSE"]._serialized_start = 2874
-    _globals["_RUNRESPONSE"]._serialized_end = 2976
-    _globals["_RUNACCEPTED"]._serialized_start = 2978
-    _globals["_RUNACCEPTED"]._serialized_end = 3035
-    _globals["_RUNDONE"]._serialized_start = 3037
-    _globals["_RUNDONE"]._serialized_end = 3134
-    _globals["_ENGINE"]._serialized_start = 3406
-    _globals["_ENGINE"]._serialized_end = 3611
-    _globals["_DECODE"]._serialized_start = 3614
-    _globals["_DECODE"]._serialized_end = 3822
-    _globals["_PREFILL"]._serialized_start = 3824
-    _globals["_PREFILL"]._serialized_end = 3889
+  DESCRIPTOR._loaded_options = None
+  _globals['_WORKERROLE']._serialized_start=3136
+  _globals['_WORKERROLE']._serialized_end=3251
+  _globals['_WORKERSTATE']._serialized_start=3254
+  _globals['_WORKERSTATE']._serialized_end=3403
+  _globals['_WORKERINFO']._serialized_start=65
+  _globals['_WORKERINFO']._serialized_end=527
+  _globals['_WORKERLOAD']._serialized_start=530
+  _globals['_WORKERLOAD']._serialized_end=701
+  _globals['_DESCRIBEREQUEST']._serialized_start=703
+  _globals['_DESCRIBEREQUEST']._serialized_end=720
+  _globals['_DESCRIBERESPONSE']._serialized_start=722
+  _globals['_DESCRIBERESPONSE']._serialized_end=814
+  _globals['_GETLOADREQUEST']._serialized_start=816
+  _globals['_GETLOADREQUEST']._serialized_end=832
+  _globals['_GETLOADRESPONSE']._serialized_start=834
+  _globals['_GETLOADRESPONSE']._serialized_end=888
+  _globals['_DRAINREQUEST']._serialized_start=890
+  _globals['_DRAINREQUEST']._serialized_end=924
+  _globals['_DRAINRESPONSE']._serialized_start=926
+  _globals['_DRAINRESPONSE']._serialized_end=992
+  _globals['_PREFILLTARGET']._serialized_start=994
+  _globals['_PREFILLTARGET']._serialized_end=1066
+  _globals['_SUBMITREQUEST']._serialized_start=1069
+  _globals['_SUBMITREQUEST']._serialized_end=1356
+  _globals['_SUBMITRESPONSE']._serialized_start=1358
+  _globals['_SUBMITRESPONSE']._serialized_end=1442
+  _globals['_DECODEABORTREQUEST']._serialized_start=1444
+  _globals['_DECODEABORTREQUEST']._serialized_end=1538
+  _globals['_DECODEABORTRESPONSE']._serialized_start=1540
+  _globals['_DECODEABORTRESPONSE']._serialized_end=1578
+  _globals['_FRAMESREQUEST']._serialized_start=1580
+  _globals['_FRAMESREQUEST']._serialized_end=1615
+  _globals['_FRAMESRESPONSE']._serialized_start=1618
+  _globals['_FRAMESRESPONSE']._serialized_end=1833
+  _globals['_SEQUENCEDELTA']._serialized_start=1836
+  _globals['_SEQUENCEDELTA']._serialized_end=2140
+  _globals['_PROMPTLOGPROBS']._serialized_start=2142
+  _globals['_PROMPTLOGPROBS']._serialized_end=2238
+  _globals['_REQUESTEND']._serialized_start=2241
+  _globals['_REQUESTEND']._serialized_end=2385
+  _globals['_WORKERFINISHED']._serialized_start=2388
+  _globals['_WORKERFINISHED']._serialized_end=2647
+  _globals['_WORKERERROR']._serialized_start=2649
+  _globals['_WORKERERROR']._serialized_end=2728
+  _globals['_RUNREQUEST']._serialized_start=2731
+  _globals['_RUNREQUEST']._serialized_end=2872
+  _globals['_RUNRESPONSE']._serialized_start=2874
+  _globals['_RUNRESPONSE']._serialized_end=2976
+  _globals['_RUNACCEPTED']._serialized_start=2978
+  _globals['_RUNACCEPTED']._serialized_end=3035
+  _globals['_RUNDONE']._serialized_start=3037
+  _globals['_RUNDONE']._serialized_end=3134
+  _globals['_ENGINE']._serialized_start=3406
+  _globals['_ENGINE']._serialized_end=3611
+  _globals['_DECODE']._serialized_start=3614
+  _globals['_DECODE']._serialized_end=3822
+  _globals['_PREFILL']._serialized_start=3824
+  _globals['_PREFILL']._serialized_end=3889
 # @@protoc_insertion_point(module_scope)
