@@ -99,7 +99,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(directory: Path) -> ParallelRunner:
-    return ParallelRunner.load(start_ranks(str(directory), 2, 1), str(directory), "fp32", threads=1, timeout_s=WAIT_S)
+    return ParallelRunner.load(
+        start_ranks(str(directory), 2, 1), str(directory), "fp32", threads=1, timeout_s=WAIT_S,
+        logs={"service": "decode", "instance": "decode-0", "level": "info", "fmt": "text"},
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -180,9 +183,10 @@ def test_two_ranks_answer_as_one_and_a_kill_in_a_collective_ends_them(
     assert late == reasons
 
 
-def test_a_rank_that_hangs_is_killed_after_the_time_limit(directory: Path) -> None:
+def test_a_rank_that_hangs_is_killed_after_the_time_limit(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
     runner = start(directory)
     try:
+        assert " decode/1 kvmesh." in capfd.readouterr().err, "a rank's lines do not tell whose they are"
         engine = Engine(runner)
         [pid] = runner.ranks.pids
         group = runner._shard.tp._group

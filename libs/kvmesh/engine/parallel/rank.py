@@ -116,8 +116,11 @@ class Rank:
         note = expect(recv_frame(self._sock), Kind.SETUP).note()
         self._rank = int(note["rank"])
         if logs := note["logs"]:
-            name = f"{logs['instance']}/{self._rank}"
-            setup_logs(logs["service"], instance=name, level=logs["level"], fmt=logs["fmt"])
+            service, name = logs["service"], f"{logs['instance']}/{self._rank}"
+            if logs["fmt"] == "text":
+                # A line of text has no instance.
+                service = f"{service}/{self._rank}"
+            setup_logs(service, instance=name, level=logs["level"], fmt=logs["fmt"])
         send_frame(self._sock, Kind.HELLO)
         store = member_store(int(note["port"]), note["timeout_s"])
         group = GlooParallel(store, self._rank, int(note["size"]), note["timeout_s"])
