@@ -142,8 +142,8 @@ class SidecarClient:
         self._calls: dict[int, asyncio.Future[pb.SidecarMessage]] = {}
         # Those after which the sidecar may read our pages.
         self._page_calls: dict[int, asyncio.Future[pb.SidecarMessage]] = {}
-        # Starts that have no answer yet.
-        self._starts: dict[tuple[str, int, int, int], int] = {}
+        # Starts that have no answer yet, by their call_id.
+        self._starts: dict[int, tuple[str, int, int, int]] = {}
         self._answers: dict[int, Callable[[pb.SidecarMessage], None]] = {}
         self._call_ids = itertools.count(1)
         self._slots: dict[tuple[int, int], SlotHandle] = {}
@@ -337,7 +337,11 @@ class SidecarClient:
             tails=rows_to_proto(tails or {}),
         )
         made: list[TransferHandle] = []
-        key = _start_key(descriptor)
+        sent: list[int] = []
+
+        def on_sent(call_id: int) -> None:
+            sent.append(call_id)
+            self._starts[call_id] = _start_key(descriptor)
 
         def on_answer(message: pb.SidecarMessage) -> None:
             if message.WhichOneof("body") == "transfer_accepted":
@@ -353,16 +357,17 @@ class SidecarClient:
                 on_answer=on_answer,
                 undo=self._undo_transfer,
                 uses_pages=True,
-                on_sent=lambda call_id: self._starts.__setitem__(key, call_id),
+                on_sent=on_sent,
             )
         except asyncio.CancelledError:
             if made:
                 await self.cancel_transfer(made[0], "the caller was cancelled")
             else:
-                self.give_up_start(descriptor, "the caller was cancelled")
+                self._cancel_starts(sent, "the caller was cancelled")
             raise
         finally:
-            self._starts.pop(key, None)
+            for call_id in sent:
+                del self._starts[call_id]
         if not made:
             raise DataLoss("the sidecar answered start_transfer with something else")
         return made[0]
@@ -371,8 +376,11 @@ class SidecarClient:
         """Ask for a soon answer to a `start_transfer` of this descriptor, which is not wanted any more: it then raises
         Cancelled (its pages are not in use), or returns a transfer that is being cancelled, `done` of which tells when
         they are not. Nothing where there is none, or where it has its answer."""
-        call_id = self._starts.get(_start_key(descriptor))
-        if call_id is not None:
+        key = _start_key(descriptor)
+        self._cancel_starts([call_id for call_id, mine in self._starts.items() if mine == key], reason)
+
+    def _cancel_starts(self, call_ids: Iterable[int], reason: str) -> None:
+        for call_id in call_ids:
             self._send(pb.EngineMessage(cancel_start=pb.CancelStart(call_id=call_id, reason=reason)))
 
     def send_pages(self, handle: TransferHandle, first: int, count: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.errors import Cancelled, DeadlineExceeded, KvmeshError, Unavailable
+from kvmesh.errors import Cancelled, DeadlineExceeded, FailedPrecondition, KvmeshError, Unavailable
 from kvmesh.kv.fds import close_fds
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
@@ -203,6 +203,26 @@ async def test_the_link_tries_again_after_an_error_of_the_system(rig: Rig, monke
     finally:
         with contextlib.suppress(KvmeshError, OSError):
             await link.close()
+
+
+async def test_a_start_that_is_asked_twice_is_given_up_by_its_own_number(rig: Rig) -> None:
+    """The second is refused, and takes nothing of the first away; nor does its caller's end."""
+    client = await rig.connect()
+    descriptor = pb.Descriptor(engine_id="d", slot=1, generation=3)
+    starts = [asyncio.ensure_future(client.start_transfer(descriptor, {"full": [1]}, ready_pages=1)) for _ in range(3)]
+    asked = [(await rig.asked()).call_id for _ in starts]
+    refused = pb.Refused(reason="FAILED_PRECONDITION", message="in use")
+    rig.sidecar.frames[-1].send(pb.SidecarMessage(call_id=asked[1], refused=refused))
+    with pytest.raises(FailedPrecondition):
+        async with asyncio.timeout(60):
+            await starts[1]
+    starts[2].cancel()
+    assert (await rig.asked()).cancel_start.call_id == asked[2]
+    client.give_up_start(descriptor, "not wanted")
+    cancel = (await rig.asked()).cancel_start
+    assert (cancel.call_id, cancel.reason) == (asked[0], "not wanted")
+    starts[0].cancel()
+    assert (await rig.asked()).cancel_start.call_id == asked[0]
 
 
 class _Poster:
