@@ -432,8 +432,9 @@ async def test_the_calls_own_deadline_travels_to_the_worker(world: World) -> Non
     await world.start(static=True)
     call = world.chat(timeout=2)
     (request,) = await worker.submits.wait()
-    assert request.total_ms <= 2000
-    assert request.ttft_ms <= 2000
+    # gRPC rounds a timeout up on its way; the defaults would be a minute and more.
+    assert request.total_ms < 3000
+    assert request.ttft_ms < 3000
     # Both sides watch the same clock: whichever is first tells it, the gateway's terminal event or the call's own end.
     events: list[pb.GenerateEvent] = []
     with contextlib.suppress(grpc.aio.AioRpcError):
