@@ -51,6 +51,8 @@ MLA_VARIANTS = {
         {"topk_method": "greedy", "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
     ),
     "v2_bias_tied": (*_V2, {"topk_method": "greedy", "attention_bias": True, "tie_word_embeddings": True}),
+    # Values wider than keys, one pair to rotate.
+    "v2_narrow": (*_V2, {"topk_method": "greedy", "qk_rope_head_dim": 2, "qk_nope_head_dim": 6}),
     # The norms inside attention keep their own 1e-6.
     "v3": (*_V3, {**_GROUPS, "rms_norm_eps": 1e-3}),
     "v3_yarn": (*_V3, {**_GROUPS, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
