@@ -284,7 +284,7 @@ async def test_a_stall_turns_readiness_off_and_back_on(tmp_path: Path) -> None:
 async def test_drain_tells_the_end_of_a_request_though_its_step_hangs(tmp_path: Path) -> None:
     """However short the drain timeout is: ending takes a part of it."""
     faults = tmp_path / "faults.json"
-    faults.write_text('{"hang_step": 3, "hang_s": 6}')
+    faults.write_text('{"hang_step": 3, "hang_s": 4}')
     async with running(stall_timeout_s=0.3, scripted_faults=faults) as worker, Gateway(worker) as gateway:
         answer = await gateway.submit(gateway.request(prompt(5), sampling=sampling(10)))
         await until(lambda: not worker.server.ready, "a hanging step does not turn readiness off")

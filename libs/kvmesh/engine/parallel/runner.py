@@ -152,6 +152,8 @@ def _unless_lost(ranks: RankGroup, work: Callable[[], T]) -> T:
     def run() -> None:
         try:
             ended.put((work(), None))
+        except KvmeshError as error:
+            ended.put((None, ranks.broken(error.message)))
         except BaseException as error:
             ended.put((None, error))
 
