@@ -9,7 +9,8 @@ from kvmesh.engine.nvlink.poster import NvlinkPoster
 from kvmesh.engine.nvlink.steps import Step
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.ring import StepEntry, StepRecord
-from kvmesh.transfer.client import SidecarClient, TransferHandle
+from kvmesh.transfer.client import SidecarClient
+from kvmesh.transfer.handles import TransferHandle
 from transfer_kit import Engine, SidecarProcess
 
 

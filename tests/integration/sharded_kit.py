@@ -13,8 +13,9 @@ from kvmesh.kv.layout import KvGroup, KvLayout
 from kvmesh.kv.region import Region
 from kvmesh.kv.ring import Doorbell, StepEntry, StepRecord, StepRing
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
-from kvmesh.transfer.client import SidecarClient, SlotHandle, TransferHandle
+from kvmesh.transfer.client import SidecarClient
 from kvmesh.transfer.descriptor import build_descriptor, slot_bytes
+from kvmesh.transfer.handles import SlotHandle, TransferHandle
 from kvmesh.transfer.link import SidecarLink
 from kvmesh.transfer.rank import RankLink
 from kvmesh.transfer.tail import TailBuffer, region_sizes, tail_bytes

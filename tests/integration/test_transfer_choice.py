@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from kvmesh.errors import FailedPrecondition, TransferFailed
-from kvmesh.transfer.client import SlotResult
+from kvmesh.transfer.handles import SlotResult
 from transfer_kit import Engine, SidecarProcess, make_layout, sidecars, soon
 
 SRC, DST = [5, 6, 7, 20, 3, 9], [40, 41, 2, 30, 31, 32]

@@ -12,7 +12,7 @@ import pytest
 
 from kvmesh.cli.ports import free_port
 from kvmesh.errors import FailedPrecondition, KvmeshError, TransferFailed
-from kvmesh.transfer.client import SlotHandle, TransferHandle
+from kvmesh.transfer.handles import SlotHandle, TransferHandle
 from kvmesh.transfer.link import SidecarLink
 from transfer_kit import Engine, SidecarProcess, make_layout, soon
 

@@ -23,8 +23,9 @@ from kvmesh.kv.region import Region
 from kvmesh.kv.ring import Doorbell, StepEntry, StepRecord, StepRing
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.proto.v1 import kvtransfer_pb2_grpc
-from kvmesh.transfer.client import SidecarClient, SlotHandle, TransferHandle
+from kvmesh.transfer.client import SidecarClient
 from kvmesh.transfer.descriptor import build_descriptor, slot_bytes
+from kvmesh.transfer.handles import SlotHandle, TransferHandle
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 90.0

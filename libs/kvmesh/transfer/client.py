@@ -10,14 +10,11 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from kvmesh import errors
 from kvmesh.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -33,6 +30,8 @@ from kvmesh.kv.pidfd import check_pidfd, open_pidfd
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.descriptor import groups_to_proto, layout_to_proto
+from kvmesh.transfer.handles import SlotHandle, SlotResult, TransferHandle
+from kvmesh.transfer.hello import refusal, region_infos
 from kvmesh.transfer.orphans import Writers
 from kvmesh.transfer.posting import MAX_PASSED_FDS, POSTER_MESSAGES, Poster
 from kvmesh.transfer.tail import TailBuffer, check_tails, region_sizes, rows_to_proto
@@ -46,69 +45,11 @@ CALL_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 5.0
 # Linux 6.5; Python has no name for it yet.
 _SO_PEERPIDFD = 77
-_BY_REASON: dict[str, type[KvmeshError]] = {
-    cls.reason: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KvmeshError)
-}
 
 
 def _start_key(descriptor: pb.Descriptor) -> tuple[str, int, int, int]:
     """What a transfer writes to: there is one at a time."""
     return descriptor.engine_id, descriptor.incarnation, descriptor.slot, descriptor.generation
-
-
-def refusal(refused: pb.Refused) -> KvmeshError:
-    """What the sidecar refused, as the error that it is."""
-    return _BY_REASON.get(refused.reason, Unavailable)(refused.message)
-
-
-def region_infos(regions: Mapping[str, Region], names: Iterable[str], rank: int) -> list[pb.RegionInfo]:
-    """One rank's regions, as its hello tells of them."""
-    return [
-        pb.RegionInfo(
-            group=name,
-            rank=rank,
-            nbytes=regions[name].nbytes,
-            memory=regions[name].memory,
-            device=regions[name].device,
-        )
-        for name in names
-    ]
-
-
-class SlotResult(NamedTuple):
-    """A completed slot: bytes counted, transport they came by, milliseconds from the writer's bind to the last byte."""
-
-    bytes: int
-    transport: str
-    elapsed_ms: float
-
-
-@dataclass(eq=False, slots=True)
-class SlotHandle:
-    """An expectation registered with the sidecar.
-
-    completed: resolves with SlotResult, or raises TransferFailed (failed, expired, closed by us, sidecar lost).
-    drained: resolves once no write can land in the slot's pages any more; it resolves in EVERY case, after
-    `completed`, also for a completed slot. It never raises.
-    """
-
-    slot: int
-    generation: int
-    expected_bytes: int
-    request_id: str
-    sidecar_incarnation: int
-    completed: asyncio.Future[SlotResult] = field(repr=False)
-    drained: asyncio.Future[None] = field(repr=False)
-
-
-@dataclass(eq=False, slots=True)
-class TransferHandle:
-    """A transfer that the sidecar sends. `done` resolves with the bytes written, every write completed; it raises
-    TransferFailed once nothing is in flight any more (the source pages are then free to use in either case)."""
-
-    transfer_id: int
-    transport: str
-    done: asyncio.Future[int] = field(repr=False)
 
 
 class SidecarClient:

@@ -20,8 +20,8 @@ from kvmesh.kv.pidfd import open_pidfd
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import cancel_and_wait
-from kvmesh.transfer.client import refusal, region_infos
 from kvmesh.transfer.descriptor import layout_to_proto
+from kvmesh.transfer.hello import refusal, region_infos
 from kvmesh.transfer.link import BACKOFF_S
 from kvmesh.transfer.tail import TailBuffer, check_tails, region_sizes
 from kvmesh.transfer.wire import MAX_HELLO_BYTES, PROTOCOL, FrameSocket, open_unix

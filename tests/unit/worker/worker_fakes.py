@@ -13,7 +13,7 @@ from kvmesh.errors import TransferFailed, Unavailable
 from kvmesh.kv.layout import group_view
 from kvmesh.kv.ring import Doorbell, StepRing
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
-from kvmesh.transfer.client import SlotHandle, SlotResult, TransferHandle
+from kvmesh.transfer.handles import SlotHandle, SlotResult, TransferHandle
 from kvmesh.transfer.tail import TailBuffer
 
 

@@ -9,7 +9,7 @@ from opentelemetry.context import Context
 from kvmesh.engine.events import EngineRequest, RequestKey
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.rpc.limits import RequestLimits
-from kvmesh.transfer.client import SlotResult
+from kvmesh.transfer.handles import SlotResult
 
 
 class AwaitingRequest(Protocol):

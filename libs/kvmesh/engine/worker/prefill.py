@@ -31,7 +31,7 @@ from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.proto.v1 import engine_pb2_grpc, kvtransfer_pb2
 from kvmesh.rpc.auth import ServicerContext, tenant_from
 from kvmesh.telemetry import names, tracing
-from kvmesh.transfer.client import SidecarClient, TransferHandle
+from kvmesh.transfer.client import SidecarClient
 from kvmesh.transfer.descriptor import (
     DescriptorLimits,
     check_descriptor,
@@ -39,6 +39,7 @@ from kvmesh.transfer.descriptor import (
     layout_from_proto,
     source_pages,
 )
+from kvmesh.transfer.handles import TransferHandle
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

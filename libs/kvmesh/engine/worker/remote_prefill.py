@@ -25,8 +25,9 @@ from kvmesh.errors import Cancelled, DeadlineExceeded, KvmeshError, TransferFail
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.rpc.limits import Deadline
 from kvmesh.telemetry import names, tracing
-from kvmesh.transfer.client import SidecarClient, SlotHandle, SlotResult
+from kvmesh.transfer.client import SidecarClient
 from kvmesh.transfer.descriptor import build_descriptor, slot_bytes
+from kvmesh.transfer.handles import SlotHandle, SlotResult
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.rpc.limits import RequestLimits
 from kvmesh.rpc.status import public_error
 from kvmesh.telemetry import names, tracing
-from kvmesh.transfer.client import SlotResult
+from kvmesh.transfer.handles import SlotResult
 
 # The core ends a request at its deadline. Where it cannot (a step hangs), the terminal is sent without it after this.
 OVERDUE_S = 5.0
