@@ -84,8 +84,12 @@ def _eos(directory: Path, raw: dict[str, Any]) -> frozenset[int]:
 
 
 def config_of(directory: Path) -> ModelConfig:
+    """A directory's config.json → `ModelConfig`; see `config_in`."""
+    return config_in(directory / "config.json")
+
+
+def config_in(where: Path) -> ModelConfig:
     """config.json → `ModelConfig`. InvalidArgument for an architecture or option that is not supported."""
-    where = directory / "config.json"
     raw = read_json(where)
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in _SUPPORTED:
@@ -119,7 +123,7 @@ def config_of(directory: Path) -> ModelConfig:
             qkv_bias=bias or kind == "qwen2",
             o_bias=bias,
             mlp_bias=bool(raw.get("mlp_bias", False)),
-            eos_token_ids=_eos(directory, raw),
+            eos_token_ids=_eos(where.parent, raw),
             bos_token_id=raw.get("bos_token_id"),
             mla=mla,
             moe=moe_of(raw) if mla else None,

