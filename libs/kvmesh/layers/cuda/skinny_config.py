@@ -1,0 +1,97 @@
+"""How a skinny product is cut into blocks: by rules over its shape, or by a table of what was measured. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+Kind = Literal["linear", "gate_up", "head"]
+
+MAX_ROWS = 128
+BUCKETS = (16, 32, 64, 128)
+# Of the target, an H200.
+_SMS = 132
+_MAX_SPLITS = 8
+
+
+def row_bucket(m: int) -> int:
+    """Rows that the buffers of a step of m rows have: 16, 32, 64 or 128."""
+    if not 1 <= m <= MAX_ROWS:
+        raise ValueError(f"{m} rows: skinny products have 1 to {MAX_ROWS}")
+    return next(bucket for bucket in BUCKETS if m <= bucket)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to cut a product. gate_up has two weight tiles of `block_n` rows a block."""
+
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
+    splits: int = 1  # of K, at most; linear only
+    tma: int = 0  # 0: every thread copies its 16 bytes; 1: weights by tensor maps; 2: x too
+    prefetch: int = 0  # columns of a block's weight rows that are asked for into L2 before the wait
+
+    def split_columns(self, k: int) -> int:
+        """Columns of K in a split: whole blocks."""
+        blocks = -(-k // self.block_k)
+        return -(-blocks // self.splits) * self.block_k
+
+    def num_splits(self, k: int) -> int:
+        """Splits of K, none of them empty."""
+        return -(-k // self.split_columns(k))
+
+    def shared_bytes(self, rows: int, kind: Kind) -> int:
+        """Shared memory of the pipeline's buffers, about."""
+        tiles = 2 if kind == "gate_up" else 1
+        return self.stages * self.block_k * (tiles * self.block_n + rows) * 2
+
+
+# (kind, rows, n, k) of which a configuration was measured to be better than the rules' own.
+MEASURED: dict[tuple[Kind, int, int, int], Config] = {}
+
+
+@cache
+def config_for(kind: Kind, m: int, n: int, k: int) -> Config:
+    """The configuration of a product of m rows with n outputs (gate_up: of both halves together) and k inputs."""
+    rows = row_bucket(m)
+    return MEASURED.get((kind, rows, n, k)) or _by_rule(kind, rows, n, k)
+
+
+def _by_rule(kind: Kind, rows: int, n: int, k: int) -> Config:
+    if kind == "gate_up":
+        # One wave of two blocks an SM at hidden sizes of 8B models; more rows want taller tiles, for x is read by
+        # every block.
+        if rows <= 32:
+            return Config(64, 64, 5, 4, prefetch=256)
+        if rows == 64:
+            return Config(64, 64, 4, 4, prefetch=256)
+        return Config(128, 64, 4, 8, prefetch=256)
+    if kind == "head":
+        if rows <= 32:
+            return Config(128, 64, 5, 4, prefetch=256)
+        if rows == 64:
+            return Config(128, 64, 4, 4, prefetch=256)
+        return Config(256, 64, 4, 8, prefetch=256)
+    if rows <= 32:
+        block_n, block_k, stages = 64, 128, 4
+    elif rows == 64:
+        block_n, block_k, stages = 128, 64, 4
+    else:
+        block_n, block_k, stages = 128, 64, 3
+    # As many blocks as are resident at once, two an SM, each with at least four rounds of its loop.
+    tiles = -(-n // block_n)
+    splits = max(1, min(2 * _SMS // tiles, _MAX_SPLITS, k // (4 * block_k)))
+    return Config(block_n, block_k, stages, 4, splits=splits, prefetch=512 if block_n == 64 else 256)
+
+
+def splits_for(m: int, n: int, k: int) -> int:
+    """Partial sums that `skinny_linear` writes for this product."""
+    return config_for("linear", m, n, k).num_splits(k)
+
+
+def head_tiles(m: int, vocab: int) -> int:
+    """Tiles of the vocabulary for which `skinny_head` writes a maximum."""
+    return -(-vocab // config_for("head", m, vocab, 0).block_n)

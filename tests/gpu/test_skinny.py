@@ -1,0 +1,165 @@
+"""Skinny products against torch in fp32: odd numbers of rows, tails of N and K, ties, rows that are not finite."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu
+
+ROWS = (1, 2, 3, 5, 16, 17, 33, 64, 100, 128)
+SMALL = ((576, 576), (960, 576), (3072, 576), (576, 1536), (200, 80))
+LLAMA = ((6144, 4096), (4096, 4096), (4096, 14336))
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def shapes(*more: tuple[int, int]) -> list[tuple[int, int]]:
+    return [(192, 80), (200, 144)] if INTERPRETED else [*SMALL, *more]
+
+
+def rows() -> tuple[int, ...]:
+    return (1, 3, 17) if INTERPRETED else ROWS
+
+
+def operands(m: int, n: int, k: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (R, K), NaN from row m on, and a weight (N, K)."""
+    from kvmesh.layers.cuda.skinny import row_bucket
+
+    x = torch.randn(row_bucket(m), k, device=device).to(torch.bfloat16)
+    x[m:] = float("nan")
+    return x, (torch.randn(n, k, device=device) / k**0.5).to(torch.bfloat16)
+
+
+def poisoned(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(shape, float("nan") if dtype.is_floating_point else -7, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_linear(kernel_device: str, pdl: bool) -> None:
+    from kvmesh.layers.cuda import pdl as launches
+    from kvmesh.layers.cuda.skinny import skinny_linear, splits_for
+
+    pdl = pdl and launches.available(torch.device(kernel_device))
+    for n, k in shapes(*LLAMA):
+        for m in rows():
+            x, weight = operands(m, n, k, kernel_device)
+            out = poisoned(splits_for(m, n, k), len(x), n, device=kernel_device)
+            skinny_linear(x, weight, out, m, pdl=pdl)
+            want = x[:m].float() @ weight.float().T
+            torch.testing.assert_close(
+                out[:, :m].sum(0), want, rtol=2e-3, atol=2e-3, msg=lambda e, at=(m, n, k): f"{at}: {e}"
+            )
+            assert out[:, m:].isnan().all()
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_gate_up(kernel_device: str, pdl: bool) -> None:
+    from kvmesh.layers.cuda import pdl as launches
+    from kvmesh.layers.cuda.skinny import skinny_gate_up
+
+    pdl = pdl and launches.available(torch.device(kernel_device))
+    for n, k in shapes((28672, 4096)):
+        for m in rows():
+            x, weight = operands(m, n, k, kernel_device)
+            out = poisoned(len(x), n // 2, device=kernel_device, dtype=torch.bfloat16)
+            skinny_gate_up(x, weight, out, m, pdl=pdl)
+            gate, up = (x[:m].float() @ weight.float().T).chunk(2, dim=1)
+            want = torch.nn.functional.silu(gate) * up
+            torch.testing.assert_close(
+                out[:m].float(), want, rtol=1e-2, atol=2e-3, msg=lambda e, at=(m, n, k): f"{at}: {e}"
+            )
+            assert out[m:].isnan().all()
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_head(kernel_device: str, pdl: bool) -> None:
+    from kvmesh.layers.cuda import pdl as launches
+    from kvmesh.layers.cuda.skinny import argmax_reduce, head_tiles, skinny_head
+
+    pdl = pdl and launches.available(torch.device(kernel_device))
+    vocabularies = [(200, 80)] if INTERPRETED else [(200, 80), (49152, 576), (49153, 576), (128256, 4096)]
+    for vocab, k in vocabularies:
+        for m in rows() if vocab < 100000 else (1, 33, 64, 128):
+            x, weight = operands(m, vocab, k, kernel_device)
+            # Two rows of the weight that are the same and better than all others, in tiles far apart and in one tile.
+            weight[7] = weight[8] = weight[vocab - 3] = 8 * x[0].sign() / k**0.5
+            tiles = head_tiles(m, vocab)
+            logits = poisoned(len(x), vocab, device=kernel_device)
+            value = poisoned(len(x), tiles, device=kernel_device)
+            index = poisoned(len(x), tiles, device=kernel_device, dtype=torch.int32)
+            tokens = poisoned(len(x), device=kernel_device, dtype=torch.int32)
+            skinny_head(x, weight, logits, value, index, m, pdl=pdl)
+            argmax_reduce(value, index, tokens, m, pdl=pdl)
+            want = x[:m].float() @ weight.float().T
+            torch.testing.assert_close(logits[:m], want, rtol=2e-3, atol=2e-3)
+            assert logits[m:].isnan().all()
+            assert value[m:].isnan().all()
+            assert (index[m:] == -7).all()
+            assert tokens[:m].tolist() == logits[:m].cpu().numpy().argmax(1).tolist()
+            assert tokens[0] == 7
+            assert (tokens[m:] == -7).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_has_no_token(kernel_device: str, bad: float) -> None:
+    from kvmesh.layers.cuda.skinny import argmax_reduce, head_tiles, skinny_head
+
+    m, vocab, k = 3, 200, 80
+    x, weight = operands(m, vocab, k, kernel_device)
+    if bad != bad:
+        x[1, 5] = bad
+    else:
+        # All logits -inf, or all +inf.
+        weight[:, 5] = 1
+        x[1, 5] = bad
+    tiles = head_tiles(m, vocab)
+    logits = poisoned(len(x), vocab, device=kernel_device)
+    value = poisoned(len(x), tiles, device=kernel_device)
+    index = poisoned(len(x), tiles, device=kernel_device, dtype=torch.int32)
+    tokens = poisoned(len(x), device=kernel_device, dtype=torch.int32)
+    skinny_head(x, weight, logits, value, index, m, pdl=False)
+    argmax_reduce(value, index, tokens, m, pdl=False)
+    assert tokens[1] == -1
+    assert tokens[0] == logits[0].argmax()
+    assert tokens[2] == logits[2].argmax()
+
+
+def test_one_bad_logit_is_enough(kernel_device: str) -> None:
+    from kvmesh.layers.cuda.skinny import argmax_reduce, head_tiles, skinny_head
+
+    m, vocab, k = 2, 200, 80
+    x, weight = operands(m, vocab, k, kernel_device)
+    weight[150, 3] = float("nan")
+    tiles = head_tiles(m, vocab)
+    logits = poisoned(len(x), vocab, device=kernel_device)
+    value = poisoned(len(x), tiles, device=kernel_device)
+    index = poisoned(len(x), tiles, device=kernel_device, dtype=torch.int32)
+    tokens = poisoned(len(x), device=kernel_device, dtype=torch.int32)
+    skinny_head(x, weight, logits, value, index, m, pdl=False)
+    argmax_reduce(value, index, tokens, m, pdl=False)
+    assert tokens[:m].tolist() == [-1, -1]
+
+
+def test_ties_over_tiles_go_to_the_lowest_id(kernel_device: str) -> None:
+    from kvmesh.layers.cuda.skinny import argmax_reduce
+
+    value = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, -1.0, 5.0, 5.0]], device=kernel_device)
+    index = torch.tensor([[9, 40, 70, 100], [3, 44, 66, 99]], device=kernel_device, dtype=torch.int32)
+    tokens = torch.full((2,), -7, device=kernel_device, dtype=torch.int32)
+    argmax_reduce(value, index, tokens, 2, pdl=False)
+    assert tokens.tolist() == [40, 3]
+
+
+def test_splits_cover_k_and_none_is_empty() -> None:
+    from kvmesh.layers.cuda.skinny_config import BUCKETS, config_for
+
+    for rows_ in BUCKETS:
+        for n, k in (*SMALL, *LLAMA, (64, 16), (128, 11008)):
+            config = config_for("linear", rows_, n, k)
+            assert (
+                (config.num_splits(k) - 1) * config.split_columns(k)
+                < k
+                <= config.num_splits(k) * config.split_columns(k)
+            )
