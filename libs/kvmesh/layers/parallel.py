@@ -36,6 +36,16 @@ class TensorParallel(Protocol):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' x (…, n) side by side, in the order of the ranks: (…, size * n). On every rank."""
 
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' x one after the other: out (size * n, …) for x (n, …), both contiguous. Returns out."""
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x on every rank, IN PLACE; returns x. x must be contiguous."""
+
+    def abort(self) -> None:
+        """The group is lost: whoever waits in a collective, on the host or on a device, is let go, with what it had
+        until then. Any thread may call it; returns at once."""
+
 
 class Single:
     """A group of one: nothing to exchange."""
@@ -50,6 +60,17 @@ class Single:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """x itself."""
         return x
+
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """out, with x in it."""
+        return out.copy_(x)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """x itself."""
+        return x
+
+    def abort(self) -> None:
+        """Nobody waits."""
 
 
 SINGLE = Single()
@@ -73,6 +94,7 @@ class GlooParallel:
             options._devices = [gloo.create_device(hostname="127.0.0.1")]
             options._timeout = timedelta(seconds=timeout_s)
             self._group: Any = gloo(distributed.PrefixStore(name, store), rank, size, options)
+            self._from_leader = distributed.distributed_c10d.BroadcastOptions()
         except RuntimeError as error:
             raise Unavailable(f"rank {rank} of {size} does not meet the others: {_first_line(error)}") from error
 
@@ -95,6 +117,21 @@ class GlooParallel:
         if x.numel():
             self._wait(lambda: self._group.allgather([parts], [x]))
         return torch.cat(parts, dim=-1)
+
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """See `TensorParallel`."""
+        if x.numel():
+            self._wait(lambda: self._group.allgather([list(out.view(self.size, *x.shape).unbind(0))], [x]))
+        return out
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """See `TensorParallel`."""
+        if x.numel():
+            self._wait(lambda: self._group.broadcast([x], self._from_leader))
+        return x
+
+    def abort(self) -> None:
+        """Nothing to do: connections break with the processes at their other ends."""
 
 
 def leader_store(timeout_s: float) -> tuple[Any, int]:
