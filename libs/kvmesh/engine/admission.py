@@ -20,6 +20,7 @@ class EngineConfig:
     sequence in one step; look_ahead: pages beyond the prompt at admission; max_queue: requests that wait beyond what
     the batch could take. remote_resume: a preempted REMOTE request of one choice is Admitted again, to fetch its KV
     from elsewhere, instead of being recomputed here. ring_wait_s: how long a full step ring may hold up a step.
+    overlap: with a runner that can, the next step is scheduled and launched while one runs on the device.
     check_integrity: recount all pages after every step (debugging and tests).
     """
 
@@ -33,6 +34,7 @@ class EngineConfig:
     remote_resume: bool = False
     stall_timeout_s: float = 10.0
     ring_wait_s: float = 1.0
+    overlap: bool = True
     check_integrity: bool = False
     overload_retry_s: float = 1.0
 

@@ -26,14 +26,15 @@ from kvmesh.engine.events import (
     Tokens,
     Usage,
 )
-from kvmesh.engine.failures import SequencesFailed
+from kvmesh.engine.failures import DeviceFailed, SequencesFailed
+from kvmesh.engine.flights import Flight, arrived, plan_ahead, take_off
 from kvmesh.engine.handoff import Handoff
 from kvmesh.engine.ledger import ExposureLedger
-from kvmesh.engine.runner import Runner, StepBatch
+from kvmesh.engine.runner import Runner, StepBatch, StepResult, as_async
 from kvmesh.engine.scheduler import Scheduler
 from kvmesh.engine.seqpages import SequencePages
 from kvmesh.engine.stall import StallWatch
-from kvmesh.engine.steprecords import StepPoster, StepRecords
+from kvmesh.engine.steprecords import StepMark, StepPoster, StepRecords
 from kvmesh.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -64,7 +65,10 @@ class EngineCore:
     The caller has already bound the runner to `layout` and its regions. on_events must be quick, must not raise and
     must not call `stop`. ring, doorbell and notify are needed for PREFILL_ONLY with a sidecar: notify wakes it (an
     eventfd write) after a step record was published; poster writes what goes by nvlink. on_stall(True) is called from a
-    watchdog thread when work makes no progress for `stall_timeout_s`, on_stall(False) when it does again.
+    watchdog thread when work makes no progress for `stall_timeout_s`, on_stall(False) when it does again. on_failed is
+    called once, on the core's thread, after a failure that ended every request: the engine is of no use any more.
+
+    With an AsyncRunner the core is one step ahead of the device: it launches step n + 1 before it collects step n.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class EngineCore:
         notify: Callable[[], None] | None = None,
         poster: StepPoster | None = None,
         on_stall: Callable[[bool], None] | None = None,
+        on_failed: Callable[[KvmeshError], None] | None = None,
         on_cache_event: Callable[[CacheEvent], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         name: str = "engine",
@@ -88,7 +93,13 @@ class EngineCore:
         self.pool = PagePool(layout.num_pages)
         self.cache = PrefixCache(self.pool, layout.page_size, on_event=on_cache_event) if config.prefix_cache else None
         self._runner = runner
+        self._async = as_async(runner) if config.overlap else None
+        self._flight: Flight | None = None
+        self._landed_at = 0.0
+        # Released while a step in flight may be the one that computes them to their end.
+        self._early_releases: list[RequestKey] = []
         self._on_events = on_events
+        self._on_failed = on_failed
         self._clock = clock
         self._name = name
         info = runner.info
@@ -224,6 +235,11 @@ class EngineCore:
         """The latest load; cheap, from any thread. `waiting` includes requests the core has not looked at yet."""
         return self._load.with_now(self._pending_submits, self._watch.stalled, self._accepting)
 
+    @property
+    def failure(self) -> KvmeshError | None:
+        """What ended the engine for good, if anything did."""
+        return self._failure
+
     def drain(self) -> None:
         """Accept nothing more; running work goes on (`load()` tells when nothing is left)."""
         with self._cond:
@@ -252,43 +268,68 @@ class EngineCore:
     def step_once(self) -> bool:
         """Tests and in-process use without the thread: handle commands and deadlines, run at most one step.
 
-        True if a step ran. Must not be mixed with `start`.
+        True if a step ran, was launched or was collected. Must not be mixed with `start`.
         """
+        try:
+            return self._turn()
+        except DeviceFailed as error:
+            _log.error("the device is lost: %s", error.message)
+            self._fail(error)
+            return False
+
+    def _turn(self) -> bool:
         self._handle_inbox()
         self._expire()
-        blocked = self._records is not None and self._records.blocked
         started = time.perf_counter()
-        batch = None if blocked else self.scheduler.schedule()
+        batch = self._next_batch()
         self.counters.schedule_seconds += time.perf_counter() - started
         if batch is not None and self._records is not None:
             batch = self._publish(batch)
         self._flush()
-        if batch is not None:
+        ran = batch is not None
+        if self._async is not None:
+            ran = self._fly(batch)
+        elif batch is not None:
             self._execute(batch)
         if self.config.check_integrity:
             self.pool.check_integrity()
             if self.cache is not None:
                 self.cache.check_integrity()
-        self._after_step(batch is not None)
-        return batch is not None
+        self._after_step(ran)
+        return ran
+
+    def _next_batch(self) -> StepBatch | None:
+        if self._records is not None and self._records.blocked:
+            return None
+        return self.scheduler.schedule() if self._flight is None else plan_ahead(self.scheduler, self._flight)
 
     def _run(self) -> None:
         try:
             while True:
                 with self._cond:
-                    if self._stopping:
+                    if self._stopping or self._failure is not None:
                         break
                 if not self.step_once():
                     self._wait()
-            self._finish(Unavailable("the engine is stopping"))
+            if self._failure is None:
+                self._finish(Unavailable("the engine is stopping"))
         except BaseException as error:
             _log.exception("the engine core failed")
-            failure = error if isinstance(error, KvmeshError) else Internal(f"engine core failed: {error!r}")
-            with self._cond:
-                self._accepting = False
-                self._failure = failure
-            self._watch.fail()
-            self._finish(failure)
+            self._fail(error if isinstance(error, KvmeshError) else Internal(f"engine core failed: {error!r}"))
+
+    def _fail(self, failure: KvmeshError) -> None:
+        """The engine is of no use any more. What is in flight is left to itself: no page goes to anyone now."""
+        self._flight = None
+        with self._cond:
+            self._accepting = False
+            self._failure = failure
+        self._watch.fail()
+        self._finish(failure)
+        if self._on_failed is not None:
+            try:
+                self._on_failed(failure)
+            except Exception:
+                _log.exception("on_failed failed")
 
     def _wait(self) -> None:
         """Sleep until there is a command, a deadline, or the end."""
@@ -344,6 +385,13 @@ class EngineCore:
             self.scheduler.abort_choices(request, numbers)
 
     def _release(self, key: RequestKey) -> None:
+        request = self.scheduler.requests.get(key) or self.scheduler.lingering.get(key)
+        if request is not None and request.root.ahead and key not in self._early_releases:
+            self._early_releases.append(key)
+            return
+        self._release_now(key)
+
+    def _release_now(self, key: RequestKey) -> None:
         self._handoff.release(key)
         if self._records is not None:
             self._records.released(key)
@@ -374,29 +422,109 @@ class EngineCore:
         return self.scheduler.drop_from_plan(batch, gone)
 
     def _execute(self, batch: StepBatch) -> None:
+        records = self._records
+        on_layer = records.on_layer if records is not None else None
+        mark = records.mark if records is not None else None
+
+        def run() -> StepResult:
+            return self._runner.execute(batch, on_layer) if on_layer is not None else self._runner.execute(batch)
+
+        self._take_in(batch.step, run, mark, time.perf_counter())
+
+    def _take_in(
+        self, step: int, run: Callable[[], StepResult], mark: StepMark | None, started: float
+    ) -> KvmeshError | None:
+        """Run or await a step and take in what it computed; returns its failure, if it failed as a whole."""
         scheduler, counters = self.scheduler, self.counters
-        started = time.perf_counter()
+        failure: KvmeshError | None = None
         try:
-            on_layer = self._records.on_layer if self._records is not None else None
-            result = self._runner.execute(batch, on_layer) if on_layer is not None else self._runner.execute(batch)
+            result = run()
             elapsed = time.perf_counter() - started
             scheduler.postprocess(result, elapsed)
         except SequencesFailed as error:
             counters.step_errors += 1
-            _log.error("sequences failed in step %d: %s", batch.step, error)
+            _log.error("sequences failed in step %d: %s", step, error)
             elapsed = time.perf_counter() - started
             scheduler.fail_step(error, error.seq_ids)
             scheduler.postprocess(error.result, elapsed)
+        except DeviceFailed:
+            raise
         except Exception as error:
             counters.step_errors += 1
-            _log.exception("step %d failed", batch.step)
+            _log.exception("step %d failed", step)
             elapsed = time.perf_counter() - started
             failure = error if isinstance(error, KvmeshError) else Internal(f"step failed: {error!r}")
             scheduler.fail_step(failure)
-            if self._records is not None:
-                self._records.step_failed()
+            if self._records is not None and mark is not None:
+                self._records.step_failed(mark)
         counters.steps += 1
         counters.step_seconds += elapsed
+        return failure
+
+    # -- core thread, one step ahead
+
+    def _fly(self, batch: StepBatch | None) -> bool:
+        """Launch the batch, then take in the step that was in flight before. True if there was either."""
+        flight = self._flight
+        ahead = self._flight = self._launch(batch) if batch is not None else None
+        failure = self._land(flight) if flight is not None else None
+        if ahead is not None and (failure is not None or ahead.failure is not None):
+            self._flight = None
+            self._land(ahead, failure)
+        return flight is not None or ahead is not None
+
+    def _launch(self, batch: StepBatch) -> Flight:
+        """A launch that fails is told when the step before it was taken in."""
+        assert self._async is not None
+        records = self._records
+        on_layer = records.on_layer if records is not None else None
+        mark = records.mark if records is not None else None
+        flight = take_off(self.scheduler, batch, mark, time.perf_counter())
+        try:
+            launch = self._async.launch
+            flight.handle = launch(batch, on_layer) if on_layer is not None else launch(batch)
+        except DeviceFailed:
+            raise
+        except Exception as error:
+            _log.exception("step %d cannot be launched", batch.step)
+            flight.failure = error if isinstance(error, KvmeshError) else Internal(f"launch failed: {error!r}")
+        else:
+            if records is not None:
+                records.launched()
+        return flight
+
+    def _land(self, flight: Flight, failure: KvmeshError | None = None) -> KvmeshError | None:
+        """Wait for a step and take it in, or fail it, with `failure` whatever it computed; returns its failure."""
+
+        def run() -> StepResult:
+            try:
+                return self._await(flight, failure)
+            finally:
+                arrived(self.scheduler, flight)
+                if self._records is not None and flight.mark is not None:
+                    self._records.landed(flight.mark)
+
+        failed = self._take_in(flight.step, run, flight.mark, max(flight.launched_at, self._landed_at))
+        self._landed_at = time.perf_counter()
+        self.scheduler.pages.settle()
+        early, self._early_releases = self._early_releases, []
+        for key in early:
+            self._release_now(key)
+        return failed
+
+    def _await(self, flight: Flight, failure: KvmeshError | None) -> StepResult:
+        if flight.failure is not None:
+            raise flight.failure
+        assert self._async is not None
+        if failure is None:
+            return self._async.collect(flight.handle)
+        try:
+            self._async.collect(flight.handle)
+        except DeviceFailed:
+            raise
+        except Exception as error:
+            _log.error("step %d, behind one that failed, failed too: %r", flight.step, error)
+        raise failure
 
     def _after_step(self, ran: bool) -> None:
         if ran:
@@ -406,7 +534,7 @@ class EngineCore:
             self._load = load
             self.scheduler.events.append(StepDone(self.load()))
         # What waits for room that others hold while their KV travels waits for the peer, which has limits of its own.
-        if not load.running and (not load.waiting or load.transferring):
+        if self._flight is None and not load.running and (not load.waiting or load.transferring):
             with self._cond:
                 if not self._inbox:
                     self._watch.idle()
@@ -434,8 +562,14 @@ class EngineCore:
             self.scheduler.end(request, error)
 
     def _finish(self, error: KvmeshError) -> None:
-        """End whatever lives, commands not handled yet included."""
+        """End whatever lives, commands not handled yet included; what a step in flight computed is told first."""
         try:
+            self._flight, flight = None, self._flight
+            if flight is not None:
+                try:
+                    self._land(flight)
+                except DeviceFailed as failed:
+                    error = failed
             self._handle_inbox()
             self._end_all(error)
         except Exception:

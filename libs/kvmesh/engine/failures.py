@@ -1,15 +1,15 @@
-"""A step in which some sequences failed and the others are fine."""
+"""Failures that say more than that the step failed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from kvmesh.engine.runner import StepResult
-from kvmesh.errors import DataLoss
+from kvmesh.errors import DataLoss, Unavailable
 
 
 class SequencesFailed(DataLoss):
-    """Raised by a runner's `execute`: the step was run to its end, these sequences' results are worthless.
+    """Raised by a runner's `execute` or `collect`: the step was run to its end, these sequences' results are worthless.
 
     result: the other slices' results, in the order of the batch.
     """
@@ -18,3 +18,7 @@ class SequencesFailed(DataLoss):
         super().__init__(message)
         self.seq_ids = frozenset(seq_ids)
         self.result = result
+
+
+class DeviceFailed(Unavailable):
+    """The runner's device is lost: nothing will ever run on it again, and the engine ends."""

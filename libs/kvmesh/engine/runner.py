@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.ring import Doorbell
 
 Int32Array = npt.NDArray[np.int32]
+
+# In a slice's token_ids: the token that the step launched last samples for this sequence (see AsyncRunner).
+PENDING: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class SampleInput:
     Noise is a pure function of (params.seed, choice, position), never of the batch: `position` is the index in the
     whole sequence of the token being sampled. `banned_token_ids` may not be sampled (eos/stop ids while output is
     shorter than min_tokens).
+    pending: the slice's token is PENDING: output_token_ids lacks it, `position` and the ban count it.
     """
 
     params: SamplingParams
@@ -61,6 +65,7 @@ class SampleInput:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     banned_token_ids: frozenset[int] = frozenset()
+    pending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +158,33 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Drop weights and KV views."""
+
+
+class AsyncRunner(Runner, Protocol):
+    """A backend that can be given a step while the one before is still running on its device.
+
+    Steps run in the order in which they were launched, each behind the one before. At most one is launched ahead of the
+    one being collected; every launched step is collected, in order, unless DeviceFailed ended it all. A decode slice
+    whose token_ids are [PENDING] continues with the token that the step launched last samples for its seq_id; it may
+    turn out that the sequence had ended there, and that nobody wants its result.
+    """
+
+    def launch(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> object:
+        """Queue the step and return at once. The batch is read before it returns: lists in it change afterwards.
+
+        Raises before anything is queued (no ring, no write) where the batch cannot run, DeviceFailed where the device
+        is lost. on_layer(l) as with `execute`, where "queued" is the rule. A launched step rings num_layers times.
+        """
+
+    def collect(self, flight: object) -> StepResult:
+        """Wait for the step. Raises as `execute` does, or DeviceFailed.
+
+        After any error but SequencesFailed and DeviceFailed, a step launched behind it is collected too, and dropped.
+        """
+
+
+def as_async(runner: Runner) -> AsyncRunner | None:
+    """The runner, if it can be driven one step ahead."""
+    if callable(getattr(runner, "launch", None)) and callable(getattr(runner, "collect", None)):
+        return cast(AsyncRunner, runner)
+    return None

@@ -72,7 +72,7 @@ class Scheduler:
         self._next_seq_id = 1
         self._step = 0
         # Fork's sequence id → the copy of its partial page that the next step makes.
-        self._copies: dict[int, tuple[Choice, int, int]] = {}
+        self.copies: dict[int, tuple[Choice, int, int]] = {}
 
     # -- requests come and go
 
@@ -179,15 +179,19 @@ class Scheduler:
         preemptions = self.counters.preemptions
         budget = self.config.token_budget - self._plan_rows(slices)
         if self.queue and self.counters.preemptions == preemptions:
-            budget -= self._admit(slices)
-        self._plan_chunks(slices, budget)
+            budget -= self.admit(slices)
+        self.plan_chunks(slices, budget)
         if not self.plan and self.queue:
             # Whoever had a page less than it needed gave all of its pages back: the head may fit now.
-            self._plan_chunks(slices, budget - self._admit(slices))
+            self.plan_chunks(slices, budget - self.admit(slices))
         if not self.plan:
             return None
+        return self.batch(slices)
+
+    def batch(self, slices: list[Slice]) -> StepBatch:
+        """The next step, of these slices."""
         self._step += 1
-        return StepBatch(self._step, slices, [(src, dst) for _, src, dst in self._copies.values()])
+        return StepBatch(self._step, slices, [(src, dst) for _, src, dst in self.copies.values()])
 
     def postprocess(self, result: StepResult, elapsed_s: float = 0.0) -> None:
         """Take in what the step computed. Raises Internal if the result does not fit the batch, changing nothing."""
@@ -196,13 +200,14 @@ class Scheduler:
         now = self.clock()
         decoded = 0
         for (choice, num_tokens, samplers), answer in zip(self.plan, result.slices, strict=True):
-            choice.computed += num_tokens
             if choice.state is _DECODE:
+                choice.computed += num_tokens
                 decoded += 1
                 self._take_token(choice, answer, 0, now)
                 continue
             if not choice.live:
-                continue
+                continue  # it ended after the step was scheduled
+            choice.computed += num_tokens
             choice.request.compute_s += elapsed_s
             self._after_chunk(choice, num_tokens, samplers, answer, now)
         self.counters.decode_tokens += decoded
@@ -216,13 +221,15 @@ class Scheduler:
         """
         failed = [p.choice for p in self.plan if seq_ids is None or p.choice.seq_id in seq_ids]
         if seq_ids is None:
-            failed += [choice for choice, _, _ in self._copies.values()]
+            failed += [choice for choice, _, _ in self.copies.values()]
             self.plan = []
         else:
             self.plan = [p for p in self.plan if p.choice.seq_id not in seq_ids]
             self.pages.forget(failed)
         for choice in failed:
             self.end(choice.request, error)
+        if seq_ids is None:
+            self._end_copies()
         return {choice.request.key for choice in failed}
 
     def drop_from_plan(self, batch: StepBatch, requests: Sequence[Request]) -> StepBatch | None:
@@ -244,7 +251,7 @@ class Scheduler:
             choice = running[index]
             if choice.state is not _DECODE:
                 if choice.tokens.size - choice.computed == 1:
-                    self._plan_slice(choice, 1, slices)
+                    self.plan_slice(choice, 1, slices)
                     rows += 1
                 index += 1
                 continue
@@ -297,20 +304,26 @@ class Scheduler:
 
     # -- admission
 
-    def _admit(self, slices: list[Slice]) -> int:
-        """Admit from the head of the queue while it fits; the head is never overtaken. Returns rows planned at once."""
+    def admit(self, slices: list[Slice], look: Callable[[Choice], None] | None = None) -> int:
+        """Admit from the head of the queue while it fits; the head is never overtaken. Returns rows planned at once.
+
+        look: sees each one that might be admitted, and may raise."""
         free_slots = self.config.max_batch - self.slots_taken()
         before = len(slices)
         while self.queue:
             choice = self.queue[0]
             wanted = self._width(choice)
-            if wanted > free_slots or self.pages.hopeless(choice) or not self.pages.admit(choice):
+            if wanted > free_slots or self.pages.hopeless(choice):
+                break
+            if look is not None:
+                look(choice)
+            if not self.pages.admit(choice):
                 break
             free_slots -= wanted
             del self.queue[0]
             self._enter(choice)
             if choice.state is _PREFILL and choice.tokens.size - choice.computed == 1:
-                self._plan_slice(choice, 1, slices)
+                self.plan_slice(choice, 1, slices)
         return len(slices) - before
 
     def slots_taken(self) -> int:
@@ -373,20 +386,21 @@ class Scheduler:
 
     # -- prompts
 
-    def _plan_chunks(self, slices: list[Slice], budget: int) -> None:
+    def plan_chunks(self, slices: list[Slice], budget: int) -> None:
         for choice in self.running:
             if budget <= 0:
                 return
-            remaining = choice.tokens.size - choice.computed
+            remaining = choice.tokens.size - choice.computed - choice.ahead
             if choice.state is not _PREFILL or remaining <= 1:
                 continue
             count = min(budget, self.config.chunk_size, remaining)
-            self._plan_slice(choice, count, slices)
+            self.plan_slice(choice, count, slices)
             budget -= count
 
-    def _plan_slice(self, choice: Choice, count: int, slices: list[Slice]) -> None:
+    def plan_slice(self, choice: Choice, count: int, slices: list[Slice]) -> None:
         request = choice.request
-        start, end = choice.computed, choice.computed + count
+        start = choice.computed + choice.ahead
+        end = start + count
         samplers: Sequence[Choice] = ()
         if end == choice.tokens.size and request.options.mode is not Mode.PREFILL_ONLY:
             samplers = (choice,) if request.forked else [c for c in request.seqs if c.live and not c.muted]
@@ -426,7 +440,8 @@ class Scheduler:
             self._fork(request)
         choice.move(_DECODE)
         for index, sampler in enumerate(samplers):
-            self._take_token(sampler, answer, index, now)
+            if sampler.live and not sampler.muted:
+                self._take_token(sampler, answer, index, now)
         if choice.muted:
             self.end_choice(choice, keep=True)
 
@@ -446,7 +461,7 @@ class Scheduler:
                 continue
             copy = self.pages.fork(root, fork)
             if copy is not None:
-                self._copies[fork.seq_id] = (fork, *copy)
+                self.copies[fork.seq_id] = (fork, *copy)
             fork.move(_DECODE)
             insort(self.running, fork, key=_rank)
 
@@ -541,13 +556,13 @@ class Scheduler:
             del self.queue[at]
 
     def _cancel_copy(self, choice: Choice) -> None:
-        if self._copies.pop(choice.seq_id, None) is not None:
+        if self.copies.pop(choice.seq_id, None) is not None:
             self.pages.copied(choice.seq_id)
 
     def _end_copies(self) -> None:
-        for fork_id in self._copies:
+        for fork_id in self.copies:
             self.pages.copied(fork_id)
-        self._copies.clear()
+        self.copies.clear()
 
 
 def _check_result(plan: Sequence[Planned], result: StepResult) -> None:

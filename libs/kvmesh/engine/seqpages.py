@@ -23,6 +23,8 @@ class SequencePages:
         self._look_ahead = look_ahead
         self._counters = counters
         self._admissions = 0
+        # Over, but a launched step still writes into their pages.
+        self._late: list[Choice] = []
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -140,9 +142,26 @@ class SequencePages:
     def forget(self, choices: Iterable[Choice]) -> None:
         """The KV of their history is not to be trusted: nobody may find it, not even what they found themselves."""
         if self.cache is not None:
-            self.cache.forget({page for choice in choices for page in choice.pages})
+            self.cache.forget({page for choice in choices for page in self.pool.pages_of(choice.seq_id)})
 
     def free(self, choice: Choice) -> None:
-        """Let go of every page (those that a descriptor names return when it is settled)."""
-        self.pool.release(choice.seq_id)
+        """Let go of every page (those that a descriptor names return when it is settled).
+
+        What a launched step still writes stays owned until that was collected: the device orders later steps behind
+        it, but not what a peer would write.
+        """
+        if choice.ahead:
+            self._late.append(choice)
+        else:
+            self.pool.release(choice.seq_id)
         choice.drop_pages()
+
+    def settle(self) -> None:
+        """A step was collected: what only it held up goes free."""
+        if self._late:
+            late, self._late = self._late, []
+            for choice in late:
+                if choice.ahead:
+                    self._late.append(choice)
+                else:
+                    self.pool.release(choice.seq_id)

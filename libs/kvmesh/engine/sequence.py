@@ -164,6 +164,7 @@ class Choice:
 
     __slots__ = (
         "_room",
+        "ahead",
         "choice",
         "computed",
         "cumulative",
@@ -174,6 +175,7 @@ class Choice:
         "num_pages",
         "output",
         "pages",
+        "pending",
         "rank",
         "refusal",
         "request",
@@ -196,7 +198,11 @@ class Choice:
         self.rank: Rank = (-options.priority, options.arrival, seq_id)
         self.state = SeqState.WAITING
         self.output: list[int] = list(tail)
+        # Tokens whose KV is in the pages, as far as collected steps say.
         self.computed = 0
+        # Of steps launched and not collected: tokens they compute, and tokens they sample for it.
+        self.ahead = 0
+        self.pending = 0
         self.cumulative = 0.0
         self.pages: list[int] = []
         # The block table, a view of as much of `_room` as is filled.
@@ -275,6 +281,7 @@ class Choice:
 
     def sample_input(self) -> SampleInput:
         request, output = self.request, self.output
-        prompt, sampling, made = request.prompt, request.sampling, len(output)
+        prompt, sampling, pending = request.prompt, request.sampling, self.pending
+        made = len(output) + pending
         banned = request.banned if made < sampling.min_tokens else _NONE
-        return SampleInput(sampling, self.choice, len(prompt) + made, prompt, output, banned)
+        return SampleInput(sampling, self.choice, len(prompt) + made, prompt, output, banned, pending > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvmesh.engine.events import Mode, RequestKey
@@ -29,8 +30,19 @@ class StepPoster(Protocol):
         """Begin a step. None where it has no page of a transfer that goes this way; the sidecar sends the others."""
 
 
+@dataclass(slots=True, eq=False)
+class StepMark:
+    """What was recorded of one step: the transfers that are not released yet, and the doorbell's value at its end."""
+
+    keys: set[RequestKey] = field(default_factory=set)
+    target: int = 0
+
+
 class StepRecords:
     """Publishes into the ring and keeps the doorbell's count honest after a failed step.
+
+    A step that was launched rings num_layers times, sooner or later: while one is in flight, the next one's first value
+    is counted from what was promised. With none in flight, the doorbell itself is the truth.
 
     A record names doorbell values that a failed step never reached, but that later steps will reach: a sidecar would
     then send pages that were not computed. So after such a failure no step may run until every transfer of the record
@@ -57,9 +69,12 @@ class StepRecords:
         self._sleep = sleep
         self._poster = poster
         self._post: StepPost | None = None
-        self._published: tuple[RequestKey, ...] = ()
-        self._target = 0
+        self.mark = StepMark()
+        self._in_flight: list[StepMark] = []
+        self._promised = 0
         self._blocking: set[RequestKey] = set()
+        # Where the count must be before the next step, after steps that failed.
+        self._due = 0
         self.count = 0
 
     @property
@@ -77,26 +92,27 @@ class StepRecords:
         for choice, num_tokens, _ in plan:
             if choice.request.options.mode is not Mode.PREFILL_ONLY:
                 continue
-            end = choice.computed + num_tokens
+            end = choice.computed + choice.ahead + num_tokens
             whole = end == choice.tokens.size
             upto = -(-end // self._page_size) if whole else end // self._page_size
             if upto > choice.sent:
                 entries.append(StepEntry(choice.transfer_id, choice.sent - choice.transfer_base, upto - choice.sent))
                 advances.append((choice, upto))
-        self._published = ()
+        self.mark = StepMark()
         self._post = None
+        if not self._in_flight:
+            self._promised = self._doorbell.value
         if not entries:
             return True
-        first = self._doorbell.value + 1
+        first = self._promised + 1
         record = StepRecord(first, self._num_layers, tuple(entries))
         if not self._try_publish(record):
             return False
         if self._poster is not None:
             self._post = self._poster.step(record)
-        self._target = first + self._num_layers - 1
+        self.mark = StepMark({choice.request.key for choice, _ in advances}, first + self._num_layers - 1)
         for choice, upto in advances:
             choice.sent = upto
-        self._published = tuple(choice.request.key for choice, _ in advances)
         self.count += 1
         self._notify()
         return True
@@ -106,19 +122,37 @@ class StepRecords:
         """What the runner calls behind each layer of the published step, None where nobody wants to know."""
         return self._post.layer if self._post is not None else None
 
-    def step_failed(self) -> None:
-        """The step of the last `publish` did not run to its end."""
-        if self._published:
-            self._blocking = set(self._published)
+    def launched(self) -> None:
+        """The step of the last `publish` was launched: its rings will come."""
+        self._in_flight.append(self.mark)
+        self._promised += self._num_layers
+
+    def landed(self, mark: StepMark) -> None:
+        """A launched step is over, however it ended."""
+        if mark in self._in_flight:
+            self._in_flight.remove(mark)
+            self._catch_up()
+
+    def step_failed(self, mark: StepMark) -> None:
+        """That step, published and not in flight any more, did not run to its end."""
+        self._blocking |= mark.keys
+        self._due = max(self._due, mark.target)
+        self._catch_up()
 
     def released(self, key: RequestKey) -> None:
         """The service released this key: the sidecar serves no record of it any more."""
-        if key not in self._blocking:
-            return
-        self._blocking.discard(key)
-        if not self._blocking:
-            while self._doorbell.value < self._target:
+        for mark in (self.mark, *self._in_flight):
+            mark.keys.discard(key)
+        if key in self._blocking:
+            self._blocking.discard(key)
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Ring what failed steps owe, once no transfer of theirs is left and no step rings by itself."""
+        if self._due and not self._blocking and not self._in_flight:
+            for _ in range(self._due - self._doorbell.value):
                 self._doorbell.ring()
+            self._due = 0
 
     def _try_publish(self, record: StepRecord) -> bool:
         try:

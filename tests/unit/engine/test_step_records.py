@@ -17,7 +17,7 @@ def test_a_consumers_cursor_that_makes_no_sense_costs_the_sending_alone() -> Non
     options = SimpleNamespace(mode=Mode.PREFILL_ONLY)
     request = SimpleNamespace(options=options, key=RequestKey("r", 0))
     choice = SimpleNamespace(
-        request=request, computed=0, tokens=SimpleNamespace(size=16), sent=0, transfer_id=7, transfer_base=0
+        request=request, computed=0, ahead=0, tokens=SimpleNamespace(size=16), sent=0, transfer_id=7, transfer_base=0
     )
     assert records.publish([(choice, 16, None)])  # type: ignore[list-item]
     choice.sent = 0

@@ -28,6 +28,7 @@ def planned(transfer_id: int, computed: int, tokens: int, total: int, mode: Mode
     choice = SimpleNamespace(
         request=request,
         computed=computed,
+        ahead=0,
         tokens=SimpleNamespace(size=total),
         sent=computed // 4,
         transfer_base=0,
