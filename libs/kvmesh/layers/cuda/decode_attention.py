@@ -1,0 +1,410 @@
+"""Attention of one new token a row over paged KV: every block reads its share of the batch's tokens (worklist.py).
+
+A block holds the group's queries of one KV head, padded to 16 rows, and runs through its segments with a softmax kept
+in fp32. A segment that is a whole row writes the output; of a row in several segments each leaves its normalized output
+and log2-sum-exp2 in the workspace, and the block that ends last adds them up in the order of the splits, so that the
+same work list always gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from triton.language.extra.cuda import (  # type: ignore[import-not-found]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+from kvmesh.layers.cuda import pdl as pdl_rule
+from kvmesh.layers.cuda.worklist import WorkPlan
+
+QUERIES = 16  # rows of a tensor core's tile: the largest group
+# One compiled kernel for every bucket of a config: nothing is specialized by these arguments' value or alignment.
+ANY_VALUE = ("table_ptr", "work_ptr", "ticket_ptr", "scale", "table_stride", "segments", "workers")
+PAGE_SIZES = (16, 32, 64, 128)
+HEAD_DIMS = (64, 128)
+# Partial outputs that one step of the merge holds in registers.
+_MERGE_ELEMENTS = 2048
+_MERGE_DEPTH = 5
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """How a bucket is run. None of it changes what is computed, only rounding.
+
+    blocks: per SM, all resident. tile: tokens a step of the loop. mode: who computes what: 0 `_plain`, 1 `_swapped`,
+    2 `_apart`.
+    ahead: tokens per block whose KV is brought into L2 before the kernels before this one have ended; 0: none. Needs
+    tables and work list to be complete before the first kernel of the chain of dependent launches starts.
+    """
+
+    blocks: int = 2
+    tile: int = 64
+    warps: int = 4
+    stages: int = 4
+    mode: int = 0
+    ahead: int = 0
+
+    def plan(self, rows: int, kv_heads: int, sms: int) -> WorkPlan:
+        """A bucket's work list, for a GPU of so many SMs."""
+        return WorkPlan(rows, max(1, self.blocks * sms // kv_heads))
+
+
+def config_for(rows: int) -> AttentionConfig:
+    """What a bucket of so many rows is best run with."""
+    if rows <= 2:
+        return AttentionConfig(blocks=1, tile=64, warps=4, stages=6, mode=0)
+    return AttentionConfig(blocks=2, tile=64, warps=4, stages=4, mode=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Scratch of one launch at a time; any content will do but for the tickets, which every launch leaves at 0."""
+
+    partial: torch.Tensor  # fp32 (segments, kv_heads, group, head_dim)
+    lse: torch.Tensor  # fp32 (segments, kv_heads, group)
+    tickets: torch.Tensor  # int32 (rows, kv_heads)
+
+    @classmethod
+    def allocate(
+        cls, segments: int, rows: int, kv_heads: int, group: int, head_dim: int, device: torch.device | str
+    ) -> Workspace:
+        """For the largest of the plans that share it."""
+        return cls(
+            torch.empty((segments, kv_heads, group, head_dim), dtype=torch.float32, device=device),
+            torch.empty((segments, kv_heads, group), dtype=torch.float32, device=device),
+            torch.zeros((rows, kv_heads), dtype=torch.int32, device=device),
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _prefetch(  # type: ignore[no-untyped-def]
+    kv_ptr, table_ptr, begin, end, PAGE: tl.constexpr, PAGE_STRIDE: tl.constexpr, D: tl.constexpr, N: tl.constexpr
+):
+    """Asks for the KV of tokens [begin, end) in L2: up to N pages, two contiguous ranges each."""
+    page = begin // PAGE + tl.arange(0, N)
+    low = tl.maximum(begin, page * PAGE)
+    count = tl.maximum(tl.minimum(end, page * PAGE + PAGE) - low, 0)
+    ids = tl.load(table_ptr + page, mask=count > 0, other=0).to(tl.int64)
+    keys = kv_ptr + ids * PAGE_STRIDE + (low & (PAGE - 1)) * D
+    for plane in tl.static_range(2):
+        tl.inline_asm_elementwise(
+            """{ .reg .pred p; setp.gt.s32 p, $2, 0;
+            @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
+            "=r,l,r",
+            [(keys + plane * (PAGE * D)).to(tl.int64), count * (2 * D)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _queries(q_ptr, GROUP: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(16, D): the group's, then zeros."""
+    row = tl.arange(0, 16)
+    return tl.load(q_ptr + row[:, None] * D + tl.arange(0, D)[None, :], mask=(row < GROUP)[:, None], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _plain(  # type: ignore[no-untyped-def]
+    q_ptr, kv_ptr, table_ptr, begin, end, scale,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, SHIFT: tl.constexpr, PAGE_STRIDE: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """All warps share each tile: they split its tokens for the scores, the output's columns for the rest."""
+    m = tl.full((16,), float("-inf"), tl.float32)
+    l = tl.zeros((16, TILE), tl.float32)  # noqa: E741
+    acc = tl.zeros((16, D), tl.float32)
+    column = tl.arange(0, D)
+    token = begin + tl.arange(0, TILE)
+    ids = tl.load(table_ptr + (token >> SHIFT), mask=token < end, other=0)
+    q = _queries(q_ptr, GROUP, D)
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        token = start + tl.arange(0, TILE)
+        valid = token < end
+        at = ids.to(tl.int64) * PAGE_STRIDE + (token & (PAGE - 1)) * D
+        keys = kv_ptr + at[:, None] + column[None, :]
+        k = tl.load(keys, mask=valid[:, None], other=0.0)
+        v = tl.load(keys + PAGE * D, mask=valid[:, None], other=0.0)
+        ids = tl.load(table_ptr + ((token + TILE) >> SHIFT), mask=token + TILE < end, other=0)
+        s = tl.where(valid[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+        top = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - top[:, None])
+        fade = tl.exp2(m - top)
+        m = top
+        l = l * fade[:, None] + p  # noqa: E741
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+    return acc, tl.sum(l, 1), m
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _swapped(  # type: ignore[no-untyped-def]
+    q_ptr, kv_ptr, table_ptr, begin, end, scale,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, SHIFT: tl.constexpr, PAGE_STRIDE: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `_plain`, transposed: K and V^T are the 64 rows of a warpgroup's product straight from shared memory."""
+    m = tl.full((16,), float("-inf"), tl.float32)
+    l = tl.zeros((TILE, 16), tl.float32)  # noqa: E741
+    acc = tl.zeros((D, 16), tl.float32)
+    column = tl.arange(0, D)
+    token = begin + tl.arange(0, TILE)
+    ids = tl.load(table_ptr + (token >> SHIFT), mask=token < end, other=0)
+    q = _queries(q_ptr, GROUP, D)
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        token = start + tl.arange(0, TILE)
+        valid = token < end
+        at = ids.to(tl.int64) * PAGE_STRIDE + (token & (PAGE - 1)) * D
+        keys = kv_ptr + at[:, None] + column[None, :]
+        k = tl.load(keys, mask=valid[:, None], other=0.0)
+        v = tl.load(keys + PAGE * D, mask=valid[:, None], other=0.0)
+        ids = tl.load(table_ptr + ((token + TILE) >> SHIFT), mask=token + TILE < end, other=0)
+        s = tl.where(valid[:, None], tl.dot(k, tl.trans(q)) * scale, float("-inf"))
+        top = tl.maximum(m, tl.max(s, 0))
+        p = tl.exp2(s - top[None, :])
+        fade = tl.exp2(m - top)
+        m = top
+        l = l * fade[None, :] + p  # noqa: E741
+        acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * fade[None, :])
+    return tl.trans(acc), tl.sum(l, 0), m
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _apart(  # type: ignore[no-untyped-def]
+    q_ptr, kv_ptr, table_ptr, begin, end, scale,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, SHIFT: tl.constexpr, PAGE_STRIDE: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Each warp keeps a softmax of its own over its part of every tile, so that no step waits for another warp."""
+    PART: tl.constexpr = TILE // WARPS
+    m = tl.full((WARPS, 16), float("-inf"), tl.float32)
+    l = tl.zeros((WARPS, 16, PART), tl.float32)  # noqa: E741
+    acc = tl.zeros((WARPS, 16, D), tl.float32)
+    column = tl.arange(0, D)
+    lane = tl.arange(0, WARPS)[:, None] * PART + tl.arange(0, PART)[None, :]
+    token = begin + lane
+    ids = tl.load(table_ptr + (token >> SHIFT), mask=token < end, other=0)
+    q = tl.broadcast_to(_queries(q_ptr, GROUP, D)[None, :, :], (WARPS, 16, D))
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        token = start + lane
+        valid = token < end
+        at = ids.to(tl.int64) * PAGE_STRIDE + (token & (PAGE - 1)) * D
+        keys = kv_ptr + at[:, :, None] + column[None, None, :]
+        k = tl.load(keys, mask=valid[:, :, None], other=0.0)
+        v = tl.load(keys + PAGE * D, mask=valid[:, :, None], other=0.0)
+        ids = tl.load(table_ptr + ((token + TILE) >> SHIFT), mask=token + TILE < end, other=0)
+        s = tl.where(valid[:, None, :], tl.dot(q, tl.permute(k, (0, 2, 1))) * scale, float("-inf"))
+        top = tl.maximum(m, tl.max(s, 2))
+        # A warp whose part is empty so far has no maximum; its weights are 0.
+        base = tl.where(top == float("-inf"), 0.0, top)
+        p = tl.exp2(s - base[:, :, None])
+        fade = tl.exp2(m - base)
+        m = top
+        l = l * fade[:, :, None] + p  # noqa: E741
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, :, None])
+    top = tl.max(m, 0)
+    weight = tl.exp2(m - top[None, :])
+    return tl.sum(acc * weight[:, :, None], 0), tl.sum(tl.sum(l, 2) * weight, 0), top
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge(  # type: ignore[no-untyped-def]
+    partial_ptr, lse_ptr, out_ptr, splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out (GROUP, D) = the splits' outputs weighted by 2^lse, STEP of them at a time."""
+    head = tl.arange(0, ROWS)
+    column = tl.arange(0, D)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, D), tl.float32)
+    for first in tl.range(0, splits, STEP, num_stages=DEPTH):
+        split = first + tl.arange(0, STEP)
+        mask = (split < splits)[:, None] & (head < GROUP)[None, :]
+        at = split[:, None] * (KV_HEADS * GROUP) + head[None, :]
+        # Other blocks wrote them during this launch: past L1.
+        lse = tl.load(lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(
+            partial_ptr + at[:, :, None] * D + column[None, None, :],
+            mask=mask[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        peak = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        weight = tl.exp2(lse - base[None, :])
+        fade = tl.exp2(top - base)
+        top = peak
+        total = total * fade + tl.sum(weight, 0)
+        acc = acc * fade[:, None] + tl.sum(part * weight[:, :, None], 0)
+    value = acc / total[:, None]
+    mask = (head < GROUP)[:, None]
+    tl.store(out_ptr + head[:, None] * D + column[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=ANY_VALUE)  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    q_ptr,  # (rows, KV_HEADS * GROUP, D)
+    kv_ptr,  # (pages, KV_HEADS, 2, PAGE, D)
+    table_ptr,  # int32 (rows, table_stride) page numbers
+    work_ptr,  # int32, WorkPlan
+    out_ptr,  # as q
+    partial_ptr,  # fp32 (segments, KV_HEADS, GROUP, D)
+    lse_ptr,  # fp32 (segments, KV_HEADS, GROUP)
+    ticket_ptr,  # int32 (rows, KV_HEADS), 0 between launches
+    scale,  # of the scores, times log2(e)
+    table_stride,
+    segments,  # that the list has room for
+    workers,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,  # the group rounded up to a power of two
+    PAGE: tl.constexpr,
+    SHIFT: tl.constexpr,  # log2 of PAGE
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    WARPS: tl.constexpr,
+    MODE: tl.constexpr,
+    STEP: tl.constexpr,
+    DEPTH: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    PAGE_STRIDE: tl.constexpr = KV_HEADS * 2 * PAGE * D
+    worker = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    kv_ptr += head * (2 * PAGE * D)
+    lead_ptr = work_ptr + workers + 1 + worker
+    list_ptr = work_ptr + 6 * workers + 1
+    if PDL:
+        gdc_launch_dependents()
+        if AHEAD == 0:
+            gdc_wait()
+    first = tl.load(work_ptr + worker)
+    last = tl.load(work_ptr + worker + 1)
+    row = tl.load(lead_ptr)
+    begin = tl.load(lead_ptr + workers)
+    end = tl.load(lead_ptr + 2 * workers)
+    split = tl.load(lead_ptr + 3 * workers)
+    splits = tl.load(lead_ptr + 4 * workers)
+    if PDL and AHEAD > 0:
+        if first < last:
+            stop = tl.minimum(end, begin + AHEAD)
+            _prefetch(kv_ptr, table_ptr + row * table_stride, begin, stop, PAGE, PAGE_STRIDE, D, 32 * WARPS)
+        gdc_wait()
+    query = tl.arange(0, 16)
+    column = tl.arange(0, D)
+    for seg in range(first, last):
+        q = q_ptr + (row * KV_HEADS + head) * (GROUP * D)
+        table = table_ptr + row * table_stride
+        begin = tl.multiple_of(begin, 16)
+        if MODE == 0:
+            acc, l, m = _plain(  # noqa: E741
+                q, kv_ptr, table, begin, end, scale, GROUP, PAGE, SHIFT, PAGE_STRIDE, D, TILE, STAGES
+            )
+        elif MODE == 1:
+            acc, l, m = _swapped(  # noqa: E741
+                q, kv_ptr, table, begin, end, scale, GROUP, PAGE, SHIFT, PAGE_STRIDE, D, TILE, STAGES
+            )
+        else:
+            acc, l, m = _apart(  # noqa: E741
+                q, kv_ptr, table, begin, end, scale, GROUP, PAGE, SHIFT, PAGE_STRIDE, D, TILE, STAGES, WARPS
+            )
+        out = out_ptr + (row * KV_HEADS + head) * (GROUP * D)
+        value = acc / l[:, None]
+        mask = query < GROUP
+        if splits == 1:
+            tl.store(out + query[:, None] * D + column[None, :], value.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+        else:
+            to = (seg * KV_HEADS + head) * GROUP + query
+            tl.store(partial_ptr + to[:, None] * D + column[None, :], value, mask=mask[:, None])
+            tl.store(lse_ptr + to, m + tl.log2(l), mask=mask)
+            # All of this block's stores before its ticket.
+            tl.debug_barrier()
+            ticket_at = ticket_ptr + row * KV_HEADS + head
+            if tl.atomic_add(ticket_at, 1, sem="acq_rel", scope="gpu") == splits - 1:
+                tl.store(ticket_at, 0)
+                base = ((seg - split) * KV_HEADS + head) * GROUP
+                _merge(partial_ptr + base * D, lse_ptr + base, out, splits, KV_HEADS, GROUP, ROWS, D, STEP, DEPTH)
+        # The next segment; behind the last one, whatever the list holds there.
+        following = list_ptr + tl.minimum(seg + 1, segments - 1)
+        row = tl.load(following)
+        begin = tl.load(following + segments)
+        end = tl.load(following + 2 * segments)
+        split = tl.load(following + 3 * segments)
+        splits = tl.load(following + 4 * segments)
+
+
+def constants(kv_heads: int, group: int, page_size: int, head_dim: int, config: AttentionConfig) -> dict[str, Any]:
+    """The kernel's constexprs but PDL."""
+    rows = triton.next_power_of_2(group)
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "ROWS": rows,
+        "PAGE": page_size,
+        "SHIFT": page_size.bit_length() - 1,
+        "D": head_dim,
+        "TILE": config.tile,
+        "STAGES": config.stages,
+        "WARPS": config.warps,
+        "MODE": config.mode,
+        "STEP": max(1, min(32, _MERGE_ELEMENTS // (rows * head_dim))),
+        "DEPTH": _MERGE_DEPTH,
+        "AHEAD": config.ahead,
+    }
+
+
+def decode_attention(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    tables: torch.Tensor,
+    work: torch.Tensor,
+    out: torch.Tensor,
+    workspace: Workspace,
+    scale: float,
+    plan: WorkPlan,
+    config: AttentionConfig,
+    *,
+    pdl: bool,
+) -> None:
+    """out (R, hq * d) of q (R, hq, d) over the tokens that `work` (plan.words,) int32 names; other rows are left alone.
+
+    kv_layer (pages, hk, 2, page_size, d) contiguous; tables (R, W) int32, stride of a row free. q, KV and out are of
+    one 16-bit type. `scale` as in softmax(scale * q k). hq / hk is at most 16.
+    """
+    _, heads, head_dim = q.shape
+    pages, kv_heads, _, page_size, _ = kv_layer.shape
+    group = heads // kv_heads
+    if group * kv_heads != heads or group > QUERIES or page_size not in PAGE_SIZES or head_dim not in HEAD_DIMS:
+        raise ValueError(f"decode attention: {heads}/{kv_heads} heads of {head_dim}, pages of {page_size} tokens")
+    if kv_layer.shape != (pages, kv_heads, 2, page_size, head_dim) or not kv_layer.is_contiguous():
+        raise ValueError(f"decode attention: KV {tuple(kv_layer.shape)} is not laid (pages, kv_heads, 2, page, d)")
+    if work.numel() != plan.words or workspace.lse.shape[0] < plan.segments:
+        raise ValueError(f"decode attention: the plan has {plan.words} words, {plan.segments} segments")
+    _attend[(plan.workers * kv_heads,)](
+        q,
+        kv_layer,
+        tables,
+        work,
+        out,
+        workspace.partial,
+        workspace.lse,
+        workspace.tickets,
+        scale * math.log2(math.e),
+        tables.stride(0),
+        plan.segments,
+        plan.workers,
+        **constants(kv_heads, group, page_size, head_dim, config),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **pdl_rule.options(pdl),
+    )
