@@ -1,0 +1,1 @@
+"""Kernels of the CUDA backend, each beside its floor and its plain version."""
