@@ -85,7 +85,7 @@ class NcclParallel:
             self.broadcast(x.view(torch.int32))
             self.all_gather_into(out.view(torch.float32), x.view(torch.float32))
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()  # type: ignore[no-untyped-call]
+        done.record()
         # Not `synchronize`: a rank that stands still here would hold it up for ever.
         deadline = time.monotonic() + timeout_s
         while not done.query():  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""One rank's process: `python -m kvmesh.engine.parallel.rank FD`, started by its leader with a socket as FD.
+"""One rank's process: `python -m kvmesh.engine.parallel.rank SOCKET STEPS`, two descriptors from its leader.
 
 It ends with its leader: a thread watches the socket, whose end the kernel closes with the leader's process, wherever
 the main thread is (loading, or in a collective that nobody will finish).
@@ -15,9 +15,15 @@ import signal
 import socket
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from kvmesh.engine.failures import SequencesFailed
+from kvmesh.engine.parallel.backends import RankBackend, backend_of
+from kvmesh.engine.parallel.slots import StepSlots, bytes_for
 from kvmesh.engine.parallel.wire import Kind, expect, recv_frame, send_frame, send_note, unpack_step
+from kvmesh.engine.runner import StepBatch
 from kvmesh.errors import DataLoss, KvmeshError, Unavailable
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.region import Region
@@ -25,13 +31,12 @@ from kvmesh.kv.ring import DOORBELL_BYTES, Doorbell
 from kvmesh.telemetry import setup_logs
 from kvmesh.transfer.rank import RankLink
 
-if TYPE_CHECKING:
-    from kvmesh.engine.torch_runner import TorchRunner
-
 log = logging.getLogger(__name__)
 
 LEADER_GONE = 4
 _CLOSE_S = 2.0
+# Steps that are launched and not collected when the next one is.
+AHEAD = 2
 
 
 class SidecarThread:
@@ -76,31 +81,37 @@ class SidecarThread:
 
 
 class Rank:
-    """Does what the leader says, in its order."""
+    """Does what the leader says, in its order. Made on the CPU over gloo; `AheadRank` launches steps on a device."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, number: int) -> None:
         self._sock = sock
-        self._rank = 0
-        self._runner: TorchRunner | None = None
+        self._rank = number
+        self._runner: Any = None
         self._layout: KvLayout | None = None
-        self._regions: dict[str, Region] = {}
+        self._regions: dict[str, Any] = {}
         self._sidecar: SidecarThread | None = None
 
-    def run(self) -> None:
+    def run(self, note: dict[str, Any], slots: StepSlots) -> None:
         """Until STOP. Raises whatever fails: this rank is then of no further use."""
         try:
-            self._load()
+            self.load(note)
+            send_note(self._sock, Kind.READY, {"revision": self._runner.info.revision})
             while True:
                 frame = recv_frame(self._sock)
                 if frame is None:
                     raise Unavailable("the leader is gone")
-                if frame.kind is Kind.STEP:
-                    self._step(frame.body)
+                if frame.kind is Kind.SLOT:
+                    self.step(unpack_step(slots.take(self._rank, int.from_bytes(frame.body, "little"))))
+                elif frame.kind is Kind.STEP:
+                    self.step(unpack_step(frame.body))
                 elif frame.kind is Kind.BIND:
-                    self._bind(frame.note())
+                    layout = self._layout = KvLayout.from_dict(frame.note()["layout"])
+                    self.bind(layout)
+                    send_frame(self._sock, Kind.BOUND)
                 elif frame.kind is Kind.JOIN:
                     self._join(frame.note())
                 elif frame.kind is Kind.STOP:
+                    self.stop()
                     return
                 else:
                     raise DataLoss(f"the leader sent {frame.kind.name}")
@@ -108,30 +119,19 @@ class Rank:
             if self._sidecar is not None:
                 self._sidecar.close()
 
-    def _load(self) -> None:
-        # The first import of torch, at the same time as the leader's; its end is watched meanwhile.
+    def load(self, note: dict[str, Any]) -> None:
+        """Meet the others, read this rank's part of the model."""
         from kvmesh.engine.torch_runner import TorchRunner
         from kvmesh.layers.parallel import GlooParallel, member_store
 
-        note = expect(recv_frame(self._sock), Kind.SETUP).note()
-        self._rank = int(note["rank"])
-        if logs := note["logs"]:
-            service, name = logs["service"], f"{logs['instance']}/{self._rank}"
-            if logs["fmt"] == "text":
-                # A line of text has no instance.
-                service = f"{service}/{self._rank}"
-            setup_logs(service, instance=name, level=logs["level"], fmt=logs["fmt"])
-        send_frame(self._sock, Kind.HELLO)
         store = member_store(int(note["port"]), note["timeout_s"])
         group = GlooParallel(store, self._rank, int(note["size"]), note["timeout_s"])
         self._runner = TorchRunner.load(
             note["model"], note["dtype"], int(note["threads"]), None, note["backend"], group
         )
-        send_note(self._sock, Kind.READY, {"revision": self._runner.info.revision})
 
-    def _bind(self, note: dict[str, Any]) -> None:
-        assert self._runner is not None
-        layout = self._layout = KvLayout.from_dict(note["layout"])
+    def bind(self, layout: KvLayout) -> None:
+        """Make KV memory and give it to the runner."""
         self._regions = {
             group.name: Region.create(f"kvmesh-kv-{group.name}-{self._rank}", layout.region_bytes(group))
             for group in layout.groups
@@ -139,17 +139,80 @@ class Rank:
         views = {name: region.buf for name, region in self._regions.items()}
         # Nobody reads this one: the leader rings, after a collective that proves this rank's part.
         self._runner.bind(layout, views, Doorbell(bytearray(DOORBELL_BYTES)))
-        send_frame(self._sock, Kind.BOUND)
 
     def _join(self, note: dict[str, Any]) -> None:
         assert self._layout is not None
         self._sidecar = SidecarThread(note, self._rank, self._layout, self._regions)
 
-    def _step(self, body: bytes) -> None:
-        assert self._runner is not None
-        batch = unpack_step(body)
+    def step(self, batch: StepBatch) -> None:
+        """Compute it and say so."""
         self._runner.compute(batch, self._runner.prepare(batch), score=False)
         send_frame(self._sock, Kind.DONE)
+
+    def stop(self) -> None:
+        """Nothing more will come."""
+
+
+class AheadRank(Rank):
+    """Steps are launched on a device and answered by nothing: their last collective tells the leader."""
+
+    def __init__(self, sock: socket.socket, number: int, backend: RankBackend) -> None:
+        super().__init__(sock, number)
+        self._backend = backend
+        self._flights: deque[Any] = deque()
+
+    def load(self, note: dict[str, Any]) -> None:
+        """See `Rank.load`."""
+        from kvmesh.layers.parallel import member_store
+
+        self._store = member_store(int(note["port"]), note["timeout_s"])
+        group = self._backend.group(self._store, self._rank, int(note["size"]), note["timeout_s"])
+        self._runner = self._backend.load(note["model"], note["dtype"], group, None)
+
+    def bind(self, layout: KvLayout) -> None:
+        """See `Rank.bind`; the leader does the same meanwhile."""
+        self._regions = self._backend.regions(layout, self._rank)
+        self._runner.bind_cuda(layout, self._regions, None)
+
+    def step(self, batch: StepBatch) -> None:
+        """Launch it, once there is place for it: the leader has collected all but one of those before."""
+        while len(self._flights) >= AHEAD:
+            self._collect()
+        self._flights.append(self._runner.launch_prepared(batch, self._runner.prepare(batch)))
+
+    def _collect(self) -> None:
+        # What was sampled is the leader's to judge.
+        with contextlib.suppress(SequencesFailed):
+            self._runner.collect(self._flights.popleft())
+
+    def stop(self) -> None:
+        """A device must not go while others still need it for a step that was launched."""
+        while self._flights:
+            self._collect()
+
+
+def serve(sock: socket.socket, steps: int, make: Callable[[Mapping[str, Any]], RankBackend | None]) -> None:
+    """A rank's life. steps: descriptor of the region of steps. make: the backend that SETUP means, None = CPU.
+
+    Raises whatever ends it before STOP.
+    """
+    # The first import of torch, at the same time as the leader's; its end is watched meanwhile.
+    import kvmesh.layers.parallel  # noqa: F401
+
+    note = expect(recv_frame(sock), Kind.SETUP).note()
+    number = int(note["rank"])
+    if logs := note["logs"]:
+        service, name = logs["service"], f"{logs['instance']}/{number}"
+        if logs["fmt"] == "text":
+            # A line of text has no instance.
+            service = f"{service}/{number}"
+        setup_logs(service, instance=name, level=logs["level"], fmt=logs["fmt"])
+    size = int(note["size"])
+    region = Region.adopt(steps, bytes_for(size), "kvmesh-steps")
+    backend = make(note)
+    rank = Rank(sock, number) if backend is None else AheadRank(sock, number, backend)
+    send_frame(sock, Kind.HELLO)
+    rank.run(note, StepSlots(region, size))
 
 
 def watch(sock: socket.socket) -> None:
@@ -161,8 +224,8 @@ def watch(sock: socket.socket) -> None:
     os._exit(LEADER_GONE)
 
 
-def main(argv: list[str]) -> int:
-    """Exit status: 0 after STOP, LEADER_GONE, else 1."""
+def main(argv: list[str], make: Callable[[Mapping[str, Any]], RankBackend | None] = backend_of) -> int:
+    """argv: descriptors of the socket and of the region of steps. Exit status: 0 after STOP, LEADER_GONE, else 1."""
     # Ctrl-C reaches the foreground group, a supervisor's SIGTERM often all processes of a service: the leader says
     # when this process ends, or what it still has to finish would die with this rank.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -170,7 +233,7 @@ def main(argv: list[str]) -> int:
     sock = socket.socket(fileno=int(argv[0]))
     threading.Thread(target=watch, args=(sock,), name="leader-watch", daemon=True).start()
     try:
-        Rank(sock).run()
+        serve(sock, int(argv[1]), make)
     except Exception as error:
         log.exception("this rank ends")
         reason = error.message if isinstance(error, KvmeshError) else repr(error)

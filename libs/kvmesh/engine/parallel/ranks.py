@@ -22,9 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvmesh.engine.parallel.slots import SLOT_BYTES, StepSlots, bytes_for
 from kvmesh.engine.parallel.wire import Frame, Kind, recv_frame, send_frame
 from kvmesh.engine.runner import Runner
 from kvmesh.errors import KvmeshError, Unavailable
+from kvmesh.kv.region import Region
 from kvmesh.loading.sharding import check_parallel
 from kvmesh.loading.source import open_checkpoint, resolve
 
@@ -34,6 +36,9 @@ STOP_S = 5.0
 # To a rank that does not read what it is sent.
 SEND_S = 30
 _REAP_S = 2.0
+# Between two looks at a slot that a rank has yet to read.
+_SLOT_POLL_S = 0.001
+PROGRAM = "kvmesh.engine.parallel.rank"
 _WAITING_FRAMES = 64
 
 
@@ -49,9 +54,12 @@ class _Rank:
 class RankGroup:
     """Processes of ranks 1 .. size - 1. `gather` is for one thread at a time; all else is thread-safe."""
 
-    def __init__(self, size: int, threads: int) -> None:
-        """Start the processes; `threads` is for OpenMP in each of them. Raises Unavailable."""
+    def __init__(self, size: int, threads: int, program: str = PROGRAM) -> None:
+        """Start the processes; `threads` is for OpenMP in each of them, `program` the module that they run. Raises
+        Unavailable."""
         self.size = size
+        self._region = Region.create("kvmesh-steps", bytes_for(size))
+        self._slots = StepSlots(self._region, size)
         self._lock = threading.Lock()
         # Frames of two threads must not mix. Not `_lock`: a rank that does not read holds a sender up.
         self._sending = threading.Lock()
@@ -62,9 +70,11 @@ class RankGroup:
         self._ranks: list[_Rank] = []
         try:
             for rank in range(1, size):
-                self._ranks.append(_spawn(rank, threads))
+                self._ranks.append(_spawn(rank, threads, program, self._region.fd))
         except OSError as error:
             self.kill()
+            self._slots.close()
+            self._region.close()
             raise Unavailable(f"cannot start rank {len(self._ranks) + 1}: {error.strerror}") from error
         for member in self._ranks:
             member.thread = threading.Thread(target=self._read, args=(member,), name=f"rank-{member.rank}", daemon=True)
@@ -120,6 +130,22 @@ class RankGroup:
         """The same frame to every rank. Raises Unavailable, after which the group is lost."""
         self._send_each(kind, [body] * len(self._ranks))
 
+    def send_step(self, body: bytes, timeout_s: float) -> None:
+        """A packed step to every rank, through shared memory where it fits. For one thread at a time. Raises
+        Unavailable, after which the group is lost."""
+        if len(body) > SLOT_BYTES:
+            self.send(Kind.STEP, body)
+            return
+        self.check()
+        deadline = time.monotonic() + timeout_s
+        # At once, unless steps are sent faster than they are collected.
+        while (number := self._slots.put(body)) is None:
+            self._lost.wait(_SLOT_POLL_S)
+            self.check()
+            if time.monotonic() > deadline:
+                raise self.fail(f"ranks take no step within {timeout_s:g} s")
+        self.send(Kind.SLOT, number.to_bytes(8, "little"))
+
     def _send_each(self, kind: Kind, bodies: Sequence[bytes]) -> None:
         self.check()
         with self._sending:
@@ -172,6 +198,8 @@ class RankGroup:
             if member.thread is not None and member.thread is not threading.current_thread():
                 member.thread.join(_REAP_S)
             member.sock.close()
+        self._slots.close()
+        self._region.close()
 
     def kill(self) -> None:
         """SIGKILL to every rank that still runs, and reap them."""
@@ -208,7 +236,7 @@ class RankGroup:
             member.frames.put_nowait(None)
 
 
-def start_ranks(spec: str, size: int, threads: int) -> RankGroup:
+def start_ranks(spec: str, size: int, threads: int, program: str = PROGRAM) -> RankGroup:
     """Ranks for a model, once it is clear that it can be shared by so many: InvalidArgument where it cannot, and as
     `open_checkpoint`. Before torch is imported here, so that all processes import it at the same time."""
     checkpoint = open_checkpoint(resolve(spec))
@@ -216,7 +244,7 @@ def start_ranks(spec: str, size: int, threads: int) -> RankGroup:
         check_parallel(checkpoint.config, size)
     finally:
         checkpoint.close()
-    return RankGroup(size, threads)
+    return RankGroup(size, threads, program)
 
 
 def ranks_of(runner: Runner) -> RankGroup | None:
@@ -225,8 +253,9 @@ def ranks_of(runner: Runner) -> RankGroup | None:
     return ranks if isinstance(ranks, RankGroup) else None
 
 
-def _spawn(rank: int, threads: int) -> _Rank:
-    """A new process with its end of a socket pair. It is no fork: torch's threads are not safe to fork."""
+def _spawn(rank: int, threads: int, program: str, steps: int) -> _Rank:
+    """A new process with its end of a socket pair, and the descriptor `steps`. It is no fork: torch's threads are not
+    safe to fork."""
     ours, theirs = socket.socketpair()
     try:
         # Only for sending: reading waits as long as the rank lives.
@@ -234,10 +263,10 @@ def _spawn(rank: int, threads: int) -> _Rank:
         # What this process can import, the other can.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvmesh.engine.parallel.rank", str(theirs.fileno())],
+            [sys.executable, "-m", program, str(theirs.fileno()), str(steps)],
             env=os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), steps],
         )
     except BaseException:
         ours.close()

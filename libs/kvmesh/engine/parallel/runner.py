@@ -98,7 +98,7 @@ class ParallelRunner:
             log.info("rank %d of %d is process %d", rank, ranks.size, member)
         ranks.setup(setup | {"timeout_s": timeout_s, "logs": dict(logs)})
         ranks.gather(Kind.HELLO, HELLO_S)
-        group = _unless_lost(ranks, lambda: GlooParallel(store, 0, ranks.size, timeout_s))
+        group = unless_lost(ranks, lambda: GlooParallel(store, 0, ranks.size, timeout_s))
 
         def watched(done: int, total: int) -> None:
             # Between two tensors: no reason to read the rest of the weights for ranks that are gone.
@@ -107,9 +107,7 @@ class ParallelRunner:
                 progress(done, total)
 
         shard = TorchRunner.load(spec, dtype, threads, watched, backend, group)
-        for rank, frame in enumerate(ranks.gather(Kind.READY, LOAD_S), 1):
-            if (revision := frame.note().get("revision")) != shard.info.revision:
-                raise Internal(f"rank {rank} loaded revision {revision}, the leader {shard.info.revision}")
+        gather_ready(ranks, shard.info.revision)
         return cls(shard, ranks, timeout_s, store)
 
     def layout(self, page_size: int, num_pages: int) -> KvLayout:
@@ -144,7 +142,14 @@ class ParallelRunner:
         self._shard.close()
 
 
-def _unless_lost(ranks: RankGroup, work: Callable[[], T]) -> T:
+def gather_ready(ranks: RankGroup, revision: str) -> None:
+    """Wait until all ranks have loaded. Raises Unavailable, and Internal where one loaded something else."""
+    for rank, frame in enumerate(ranks.gather(Kind.READY, LOAD_S), 1):
+        if (theirs := frame.note().get("revision")) != revision:
+            raise Internal(f"rank {rank} loaded revision {theirs}, the leader {revision}")
+
+
+def unless_lost(ranks: RankGroup, work: Callable[[], T]) -> T:
     """What `work` returns or raises; Unavailable at once when a rank is lost meanwhile, which `work` itself would only
     see at its time limit. It is then left behind in its thread."""
     ended: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
@@ -152,7 +157,7 @@ def _unless_lost(ranks: RankGroup, work: Callable[[], T]) -> T:
     def run() -> None:
         try:
             ended.put((work(), None))
-        except KvmeshError as error:
+        except Unavailable as error:
             ended.put((None, ranks.broken(error.message)))
         except BaseException as error:
             ended.put((None, error))

@@ -1,15 +1,17 @@
 """What leader and ranks say to one another: frames on a socket pair, plain structs and JSON, every size bounded.
 
 A frame is u32 length of the body, u8 kind, 3 bytes of zero, then the body. Leader to rank: SETUP, BIND, JOIN, STEP,
-STOP; rank to leader: HELLO (torch is there), READY (weights are loaded), BOUND, DONE (a step), FAILED (and it ends).
+SLOT (a step that lies in shared memory: its u64 number, see `slots`), STOP; rank to leader: HELLO (torch is there),
+READY (weights are loaded), BOUND, DONE (a step; not where steps are launched ahead), FAILED (and it ends).
 
 The body of STEP, little-endian: u64 step, u32 slices, u32 copies; int64 (slices, 6): sequence id, start, tokens, pages,
-1 where logits of the last position are wanted, rows of prompt logprobs; then int32: copies as (source, destination),
-the tokens of all slices, their pages.
+tokens that are sampled from the last position's logits, rows of prompt logprobs; then int32: copies as (source,
+destination), the tokens of all slices (-1: PENDING), their pages.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 import socket
@@ -29,8 +31,11 @@ MAX_NOTE_BYTES = 1 << 20
 _HEADER = struct.Struct("<IB3x")
 _STEP = struct.Struct("<QII")
 _COLUMNS = 6
-# A rank only needs to know that a row is sampled: the leader samples.
+# A rank only needs to know how many tokens a row gets: the leader samples them.
 _SAMPLED = (SampleInput(SamplingParams(), 0, 0, (), ()),)
+_MAX_SAMPLES = 1 << 16
+# A frozen dataclass sets its fields through `object.__setattr__`, at twice the price; a step has hundreds of slices.
+_FIELDS = tuple(getattr(Slice, field.name).__set__ for field in dataclasses.fields(Slice))
 
 
 class Kind(enum.IntEnum):
@@ -46,6 +51,7 @@ class Kind(enum.IntEnum):
     DONE = 8
     FAILED = 9
     STOP = 10
+    SLOT = 11
 
 
 class Frame(NamedTuple):
@@ -119,24 +125,26 @@ def expect(frame: Frame | None, kind: Kind) -> Frame:
 
 def pack_step(batch: StepBatch, page_size: int) -> bytes:
     """The body of STEP. Raises TooLarge."""
-    meta = np.zeros((len(batch.slices), _COLUMNS), dtype="<i8")
-    tokens: list[npt.NDArray[np.int32]] = []
-    pages: list[npt.NDArray[np.int32]] = []
-    for row, slice_ in zip(meta, batch.slices, strict=True):
-        count = len(slice_.token_ids)
+    slices = batch.slices
+    meta: list[int] = []
+    columns: list[npt.NDArray[np.int32]] = []
+    tables: list[npt.NDArray[np.int32]] = []
+    for s in slices:
+        count = len(s.token_ids)
         # What was reserved ahead is of no use to a rank.
-        table = slice_.block_table[: -(-(slice_.start + count) // page_size)]
-        scored = 0 if slice_.prompt_logprobs is None else count - 1 + (slice_.next_token is not None)
-        row[:] = (slice_.seq_id, slice_.start, count, len(table), bool(slice_.samples), scored)
-        tokens.append(slice_.token_ids)
-        pages.append(table)
-    copies = np.array(batch.copies, dtype="<i4").reshape(-1, 2)
+        table = s.block_table[: -(-(s.start + count) // page_size)]
+        scored = 0 if s.prompt_logprobs is None else count - 1 + (s.next_token is not None)
+        meta += (s.seq_id, s.start, count, len(table), len(s.samples), scored)
+        columns.append(s.token_ids)
+        tables.append(table)
+    if batch.copies:
+        columns.insert(0, np.array(batch.copies, dtype=np.int32).reshape(-1))
+    columns += tables
     body = b"".join(
         [
-            _STEP.pack(batch.step, len(batch.slices), len(copies)),
-            meta.tobytes(),
-            copies.tobytes(),
-            *(part.astype("<i4", copy=False).tobytes() for part in (*tokens, *pages)),
+            _STEP.pack(batch.step, len(slices), len(batch.copies)),
+            np.array(meta, dtype="<i8").tobytes(),
+            np.concatenate(columns, dtype="<i4", casting="same_kind").tobytes() if columns else b"",
         ]
     )
     if len(body) > MAX_FRAME_BYTES:
@@ -154,24 +162,25 @@ def unpack_step(body: bytes) -> StepBatch:
         raise DataLoss("a step is cut")
     meta = np.frombuffer(body, dtype="<i8", count=count * _COLUMNS, offset=at).reshape(count, _COLUMNS)
     rest = np.frombuffer(body, dtype="<i4", offset=at + meta.nbytes) if len(body) % 4 == 0 else None
-    if rest is None or (meta < 0).any() or (meta[:, 2:4] > len(rest)).any():
+    if rest is None or (meta < 0).any() or (meta[:, 2:4] > len(rest)).any() or (meta[:, 4] > _MAX_SAMPLES).any():
         raise DataLoss("a step is malformed")
     if 2 * num_copies + int(meta[:, 2:4].sum()) != len(rest):
         raise DataLoss("a step's columns do not add up")
-    copies = rest[: 2 * num_copies].reshape(-1, 2).tolist()
-    token_end = 2 * num_copies + np.cumsum(meta[:, 2])
-    page_end = (int(token_end[-1]) if count else 2 * num_copies) + np.cumsum(meta[:, 3])
+    copies = [(source, target) for source, target in rest[: 2 * num_copies].reshape(-1, 2).tolist()]
+    token_at = 2 * num_copies
+    page_at = token_at + int(meta[:, 2].sum())
     slices = []
-    for i, (seq_id, start, tokens, pages, sampled, scored) in enumerate(meta.tolist()):
-        slices.append(
-            Slice(
-                seq_id=seq_id,
-                token_ids=rest[int(token_end[i]) - tokens : int(token_end[i])],
-                start=start,
-                block_table=rest[int(page_end[i]) - pages : int(page_end[i])],
-                samples=_SAMPLED if sampled else (),
-                prompt_logprobs=0 if scored else None,
-                next_token=0 if scored == tokens else None,
-            )
-        )
-    return StepBatch(step, slices, [(source, target) for source, target in copies])
+    set_seq_id, set_tokens, set_start, set_table, set_samples, set_scored, set_next = _FIELDS
+    for seq_id, start, tokens, pages, sampled, scored in meta.tolist():
+        token_end, page_end = token_at + tokens, page_at + pages
+        s = object.__new__(Slice)
+        set_seq_id(s, seq_id)
+        set_tokens(s, rest[token_at:token_end])
+        set_start(s, start)
+        set_table(s, rest[page_at:page_end])
+        set_samples(s, _SAMPLED if sampled == 1 else _SAMPLED * sampled)
+        set_scored(s, 0 if scored else None)
+        set_next(s, 0 if scored == tokens else None)
+        slices.append(s)
+        token_at, page_at = token_end, page_end
+    return StepBatch(step, slices, copies)
