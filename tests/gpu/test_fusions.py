@@ -1,4 +1,7 @@
-"""The fused kernels around the GEMMs against plain torch: norms, rotary and append, SwiGLU, embedding, copies, bell."""
+"""The fused kernels around the GEMMs against plain torch: norms, rotary and append, SwiGLU, embedding, copies, bell.
+
+Each combination of constants is a kernel to compile, a third of a second: the cases are chosen, not multiplied.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,20 @@ def poisoned(*shape: int, device: str) -> Any:
     return torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device)
 
 
-def launch_kinds(device: str) -> list[bool]:
-    """Plain launches and, where the GPU has them, programmatic dependent ones."""
+def can_pdl(device: str) -> bool:
     from kvmesh.layers.cuda.pdl import available
 
-    return [False, True] if available(torch.device(device)) else [False]
+    return available(torch.device(device))
+
+
+def dtype_of(wide: bool) -> Any:
+    """Split-K partials are fp32, a GEMM's output bf16."""
+    return torch.float32 if wide else torch.bfloat16
+
+
+def launch_kinds(device: str) -> list[bool]:
+    """Plain launches and, where the GPU has them, programmatic dependent ones."""
+    return [False, True] if can_pdl(device) else [False]
 
 
 def close(have: Any, want: Any, what: str, terms: Any = 0.0) -> None:
@@ -49,41 +61,53 @@ def normed(residual: Any, weight: Any, eps: float) -> Any:
     return rms_norm(residual, weight, eps)
 
 
-@pytest.mark.parametrize("hidden", [576, 960, 4096, 8192])
-@pytest.mark.parametrize("splits", [0, 1, 2, 4, 7])
-@pytest.mark.parametrize("biased", [False, True])
-def test_add_norm(kernel_device: str, hidden: int, splits: int, biased: bool) -> None:
+FEW, MANY = [(16, 1), (32, 20), (128, 128)], [(301, 299)]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "splits", "biased", "wide", "pdl", "shapes"),
+    [
+        (4096, 4, False, True, True, FEW),
+        (4096, 0, False, True, True, FEW),
+        (4096, 1, False, False, False, MANY),
+        (4096, 1, False, False, True, FEW),
+        (576, 2, True, True, True, FEW),
+        (576, 0, True, True, False, FEW),
+        (576, 1, False, False, True, MANY),
+        (960, 1, True, True, False, FEW),
+        (8192, 7, False, True, True, FEW),
+        (8192, 1, True, False, True, MANY),
+    ],
+)
+def test_add_norm(
+    kernel_device: str, hidden: int, splits: int, biased: bool, wide: bool, pdl: bool, shapes: list[tuple[int, int]]
+) -> None:
     from kvmesh.layers.cuda.norm import add_norm
 
-    device = kernel_device
-    if device == "cpu" and hidden > 960:
-        pytest.skip("too slow in the interpreter")
-    for rows, m in sizes(device, [(4, 3)], [(16, 1), (32, 20), (128, 128), (301, 299)]):
-        for dtype in (torch.float32, torch.bfloat16):
-            for pdl in launch_kinds(device):
-                partials = draw(splits, rows, hidden, device=device, dtype=dtype) if splits else None
-                bias = draw(hidden, device=device) if biased else None
-                residual = draw(rows, hidden, device=device, scale=3)
-                weight = draw(hidden, device=device)
-                total = torch.zeros(rows, hidden, dtype=torch.float64, device=device)
-                if partials is not None:
-                    total += partials.double().sum(0)
-                if bias is not None:
-                    total += bias.double()
-                want = residual + total.to(torch.bfloat16)
-                before = residual.clone()
-                out = poisoned(rows, hidden, device=device)
-                if partials is not None:
-                    # Rows that nobody computed: the padding of a captured batch.
-                    partials[:, m:] = float("nan")
-                add_norm(partials, bias, residual, weight, 1e-5, out, m, pdl=pdl)
-                what = f"rows {m}/{rows} {dtype} pdl {pdl}"
-                close(residual[:m], want[:m], f"residual, {what}", total[:m].abs())
-                close(out[:m], normed(residual[:m], weight, 1e-5), f"out, {what}")
-                assert torch.equal(residual[m:], before[m:])
-                assert torch.isnan(out[m:]).all()
-                if not splits and not biased:
-                    assert torch.equal(residual, before)
+    device, pdl = kernel_device, pdl and can_pdl(kernel_device)
+    for rows, m in sizes(device, [(4, 3)], shapes):
+        partials = draw(splits, rows, hidden, device=device, dtype=dtype_of(wide)) if splits else None
+        bias = draw(hidden, device=device) if biased else None
+        residual = draw(rows, hidden, device=device, scale=3)
+        weight = draw(hidden, device=device)
+        total = torch.zeros(rows, hidden, dtype=torch.float64, device=device)
+        if partials is not None:
+            total += partials.double().sum(0)
+        if bias is not None:
+            total += bias.double()
+        want = residual + total.to(torch.bfloat16)
+        before = residual.clone()
+        out = poisoned(rows, hidden, device=device)
+        if partials is not None:
+            # Rows that nobody computed: the padding of a captured batch.
+            partials[:, m:] = float("nan")
+        add_norm(partials, bias, residual, weight, 1e-5, out, m, pdl=pdl)
+        close(residual[:m], want[:m], f"residual of {m} rows", total[:m].abs())
+        close(out[:m], normed(residual[:m], weight, 1e-5), f"out of {m} rows")
+        assert torch.equal(residual[m:], before[m:])
+        assert torch.isnan(out[m:]).all()
+        if not splits and not biased:
+            assert torch.equal(residual, before)
 
 
 def test_add_norm_takes_a_gemms_output_as_it_is(kernel_device: str) -> None:
@@ -111,49 +135,61 @@ def rope_reference(qkv: Any, bias: Any, table: Any, positions: Any, heads: int, 
     return rotated[:, :heads], torch.stack([rotated[:, heads:], total[:, heads + kv_heads :]], dim=2)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (14, 2, 64), (4, 4, 128), (5, 1, 96)])
-@pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("splits", [1, 2, 4])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page_size", "splits", "biased", "wide", "pdl", "shapes"),
+    [
+        (32, 8, 128, 64, 4, False, True, True, FEW),
+        (32, 8, 128, 64, 1, False, False, True, MANY),
+        (32, 8, 128, 16, 1, True, False, False, FEW),
+        (9, 3, 64, 16, 2, False, True, True, FEW),
+        (9, 3, 64, 64, 1, True, False, False, MANY),
+        (14, 2, 64, 16, 4, True, True, True, FEW),
+        (4, 4, 128, 64, 1, False, True, True, MANY),
+        (5, 1, 96, 16, 2, True, True, False, FEW),
+    ],
+)
 def test_rope_append(
-    kernel_device: str, heads: int, kv_heads: int, dim: int, page_size: int, splits: int, biased: bool
+    kernel_device: str,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_size: int,
+    splits: int,
+    biased: bool,
+    wide: bool,
+    pdl: bool,
+    shapes: list[tuple[int, int]],
 ) -> None:
     from kvmesh.layers.cuda.rope import rope_append
     from kvmesh.layers.rotary import RotaryTable
     from kvmesh.loading.config import RopeConfig
 
-    device = kernel_device
-    if device == "cpu" and (heads > 16 or page_size == 64):
-        pytest.skip("too slow in the interpreter")
+    device, pdl = kernel_device, pdl and can_pdl(kernel_device)
     table = RotaryTable(RopeConfig(theta=10000.0), dim).ensure(1024).to(device)
-    for rows, m in sizes(device, [(4, 3)], [(16, 1), (64, 49), (400, 399)]):
-        for dtype in (torch.float32, torch.bfloat16):
-            for pdl in launch_kinds(device):
-                pages = -(-rows // page_size) + 3
-                qkv = draw(splits, rows, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
-                bias = draw((heads + 2 * kv_heads) * dim, device=device) if biased else None
-                positions = torch.randint(0, len(table), (rows,), dtype=torch.int32, device=device)
-                slots = torch.randperm(pages * page_size, device=device)[:rows]
-                slots[m // 2] = -1
-                slots[m:] = -1
-                layer = poisoned(pages, kv_heads, 2, page_size, dim, device=device)
-                want_layer = layer.clone()
-                q_out = poisoned(rows, heads, dim, device=device)
-                q, kv = rope_reference(qkv, bias, table, positions, heads, kv_heads)
-                kept = (slots >= 0).nonzero().flatten()
-                page, offset = slots[kept] // page_size, slots[kept] % page_size
-                want_layer[page, :, :, offset] = kv[kept]
-                rope_append(qkv, bias, table, positions, slots, layer, q_out, m, pdl=pdl)
-                what = f"rows {m}/{rows} {dtype} pdl {pdl}"
-                # The two of a pair were rounded before they were turned.
-                close(q_out[:m], q[:m], f"q, {what}", q[:m].abs().amax(-1, keepdim=True))
-                assert torch.isnan(q_out[m:]).all()
-                # What was not appended to is what it was: NaN.
-                assert torch.equal(torch.isnan(layer), torch.isnan(want_layer)), what
-                terms = kv[kept].abs().amax(-1, keepdim=True)
-                close(layer[page, :, :, offset], kv[kept], f"pages, {what}", terms)
-                if splits == 1 and not biased and EXACT:
-                    assert torch.equal(layer[page, :, 1, offset], kv[kept, :, 1])
+    for rows, m in sizes(device, [(4, 3)], shapes):
+        pages = -(-rows // page_size) + 3
+        qkv = draw(splits, rows, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype_of(wide))
+        bias = draw((heads + 2 * kv_heads) * dim, device=device) if biased else None
+        positions = torch.randint(0, len(table), (rows,), dtype=torch.int32, device=device)
+        slots = torch.randperm(pages * page_size, device=device)[:rows]
+        if m > 1:
+            slots[m // 2] = -1
+        slots[m:] = -1
+        layer = poisoned(pages, kv_heads, 2, page_size, dim, device=device)
+        q_out = poisoned(rows, heads, dim, device=device)
+        q, kv = rope_reference(qkv, bias, table, positions, heads, kv_heads)
+        kept = (slots >= 0).nonzero().flatten()
+        page, offset = slots[kept] // page_size, slots[kept] % page_size
+        appended = torch.zeros_like(layer, dtype=torch.bool)
+        appended[page, :, :, offset] = True
+        rope_append(qkv, bias, table, positions, slots, layer, q_out, m, pdl=pdl)
+        # The two of a pair were rounded before they were turned.
+        close(q_out[:m], q[:m], f"q of {m} rows", q[:m].abs().amax(-1, keepdim=True))
+        assert torch.isnan(q_out[m:]).all()
+        assert torch.equal(torch.isnan(layer), ~appended)
+        close(layer[page, :, :, offset], kv[kept], f"pages of {m} rows", kv[kept].abs().amax(-1, keepdim=True))
+        if splits == 1 and not biased and EXACT:
+            assert torch.equal(layer[page, :, 1, offset], kv[kept, :, 1])
 
 
 def test_rope_append_far_into_a_region(kernel_device: str) -> None:
@@ -179,47 +215,41 @@ def test_rope_append_far_into_a_region(kernel_device: str) -> None:
     assert torch.count_nonzero(layer[1 : pages - 1]) == 0
 
 
-@pytest.mark.parametrize("wide", [1536, 2560, 4864, 14336, 100])
-def test_silu_mul(kernel_device: str, wide: int) -> None:
+@pytest.mark.parametrize(("wide", "pdl"), [(1536, True), (4864, False), (14336, True), (100, False)])
+def test_silu_mul(kernel_device: str, wide: int, pdl: bool) -> None:
     from kvmesh.layers.cuda.activation import silu_mul
 
-    device = kernel_device
-    if device == "cpu" and wide > 2560:
-        pytest.skip("too slow in the interpreter")
+    device, pdl = kernel_device, pdl and can_pdl(kernel_device)
     for rows in sizes(device, [2], [1, 20, 700]):
-        for pdl in launch_kinds(device):
-            gate_up = draw(rows, 2 * wide, device=device, scale=4)
-            # exp overflows for the first, the second is where the product is.
-            gate_up[0, 0], gate_up[0, 1] = -200.0, 200.0
-            out = poisoned(rows, wide, device=device)
-            silu_mul(gate_up, out, pdl=pdl)
-            gate, up = gate_up.chunk(2, dim=-1)
-            close(out, torch.nn.functional.silu(gate) * up, f"{rows} rows")
+        gate_up = draw(rows, 2 * wide, device=device, scale=4)
+        # exp overflows for the first.
+        gate_up[0, 0], gate_up[0, 1] = -200.0, 200.0
+        out = poisoned(rows, wide, device=device)
+        silu_mul(gate_up, out, pdl=pdl)
+        gate, up = gate_up.chunk(2, dim=-1)
+        close(out, torch.nn.functional.silu(gate) * up, f"{rows} rows")
 
 
-@pytest.mark.parametrize("hidden", [576, 960, 4096, 8192])
-def test_embed(kernel_device: str, hidden: int) -> None:
+@pytest.mark.parametrize(("hidden", "pdl"), [(576, True), (960, False), (4096, True), (8192, False)])
+def test_embed(kernel_device: str, hidden: int, pdl: bool) -> None:
     from kvmesh.layers.cuda.embed import embed
 
-    device = kernel_device
-    if device == "cpu" and hidden > 960:
-        pytest.skip("too slow in the interpreter")
+    device, pdl = kernel_device, pdl and can_pdl(kernel_device)
     vocab, batch = 1000, 7
     table = draw(vocab, hidden, device=device)
     last = torch.randint(0, vocab, (batch,), dtype=torch.int32, device=device)
     last[3] = -1
     ids = last.clamp(min=0)
     for rows, m in sizes(device, [(9, 8)], [(16, 16), (900, 899)]):
-        for pdl in launch_kinds(device):
-            tokens = torch.randint(0, vocab, (rows,), dtype=torch.int32, device=device)
-            # The step before's tokens, in other order, the one that is none among them.
-            tokens[: batch - 1] = -1 - torch.arange(1, batch, dtype=torch.int32, device=device)
-            out = poisoned(rows, hidden, device=device)
-            embed(tokens, last, table, out, m, pdl=pdl)
-            want = tokens.clone()
-            want[: batch - 1] = ids[1:]
-            assert torch.equal(out[:m], table[want[:m].long()])
-            assert torch.isnan(out[m:]).all()
+        tokens = torch.randint(0, vocab, (rows,), dtype=torch.int32, device=device)
+        # The step before's tokens, in other order, the one that is none among them.
+        tokens[: batch - 1] = -1 - torch.arange(1, batch, dtype=torch.int32, device=device)
+        out = poisoned(rows, hidden, device=device)
+        embed(tokens, last, table, out, m, pdl=pdl)
+        want = tokens.clone()
+        want[: batch - 1] = ids[1:]
+        assert torch.equal(out[:m], table[want[:m].long()])
+        assert torch.isnan(out[m:]).all()
 
 
 @pytest.mark.parametrize(("page_size", "dim"), [(16, 64), (64, 128), (8, 24)])

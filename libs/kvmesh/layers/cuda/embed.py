@@ -37,9 +37,15 @@ def embed_kernel(  # type: ignore[no-untyped-def]
 
 
 def embed(
-    tokens: torch.Tensor, last: torch.Tensor, table: torch.Tensor, out: torch.Tensor, m: int, *, pdl: bool = False
+    tokens: torch.Tensor,
+    last: torch.Tensor,
+    table: torch.Tensor,
+    residual_out: torch.Tensor,
+    m: int,
+    *,
+    pdl: bool = False,
 ) -> None:
-    """out[i] = table[token i], rows i < m. out (R, H) of table's dtype; table (V, H), both contiguous.
+    """residual_out[i] = table[token i], rows i < m: (R, H) of table's dtype; table (V, H), both contiguous.
 
     tokens int32 (R,): an id where >= 0; -1 - j stands for last[j], last int32 (B,), where -1 (no token) counts as id 0.
     """
@@ -47,5 +53,5 @@ def embed(
         return
     hidden = table.shape[1]
     embed_kernel[(m * triton.cdiv(hidden, _BLOCK),)](
-        tokens, last, table, out, HIDDEN=hidden, BLOCK=_BLOCK, num_warps=4, **launches.options(pdl)
+        tokens, last, table, residual_out, HIDDEN=hidden, BLOCK=_BLOCK, num_warps=4, **launches.options(pdl)
     )

@@ -8,9 +8,9 @@ import triton.language as tl  # type: ignore[import-not-found]
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-not-found]
 
 from kvmesh.layers.cuda import pdl as launches
+from kvmesh.layers.cuda.norm import LATENCY_ROWS
 
 # Pairs of a block. Few rows: small blocks, so that a row's partials are read by many SMs. Many rows: large ones.
-LATENCY_ROWS = 128
 LATENCY_PAIRS, PAIRS = 256, 1024
 PAIRS_PER_WARP = 256
 
