@@ -49,6 +49,11 @@ class Config:
         return self.stages * self.block_k * (tiles * self.block_n + rows) * 2
 
 
+def even_splits(blocks: int, most: int) -> int:
+    """The largest number of splits, at most `most`, that leaves less than a tenth of the blocks' time idle."""
+    return max(s for s in range(1, max(1, most) + 1) if s * -(-blocks // s) <= blocks * 1.1)
+
+
 # (kind, rows, n, k) of which a configuration was measured to be better than the rules' own.
 MEASURED: dict[tuple[Kind, int, int, int], Config] = {}
 
@@ -83,7 +88,7 @@ def _by_rule(kind: Kind, rows: int, n: int, k: int) -> Config:
         block_n, block_k, stages = 128, 64, 3
     # As many blocks as are resident at once, two an SM, each with at least four rounds of its loop.
     tiles = -(-n // block_n)
-    splits = max(1, min(2 * _SMS // tiles, _MAX_SPLITS, k // (4 * block_k)))
+    splits = even_splits(-(-k // block_k), min(2 * _SMS // tiles, _MAX_SPLITS, k // (4 * block_k)))
     return Config(block_n, block_k, stages, 4, splits=splits, prefetch=512 if block_n == 64 else 256)
 
 
