@@ -109,8 +109,8 @@ async def check(mesh_options: MeshOptions, transport: str) -> str:
     first = len(output) if equal.all() else int(np.argmin(equal))
     return (
         f"{transport}: {len(output)} tokens over {deltas} deltas, the first {first} are the CPU's, "
-        f"{int(equal.sum())} in all; at most {behind.max():.3f} behind its best; TTFT {finished.served.ttft_ms:.1f} ms, "
-        f"{finished.served.transfer_bytes} bytes moved"
+        f"{int(equal.sum())} in all; at most {behind.max():.3f} behind its best; "
+        f"TTFT {finished.served.ttft_ms:.1f} ms, {finished.served.transfer_bytes} bytes moved"
     )
 
 
