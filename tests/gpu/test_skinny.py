@@ -15,12 +15,13 @@ LLAMA = ((6144, 4096), (4096, 4096), (4096, 14336))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def shapes(*more: tuple[int, int]) -> list[tuple[int, int]]:
-    return [(192, 80), (200, 144)] if INTERPRETED else [*SMALL, *more]
-
-
-def rows() -> tuple[int, ...]:
-    return (1, 3, 17) if INTERPRETED else ROWS
+def cases(pdl: bool, *more: tuple[int, int]) -> list[tuple[int, int, int]]:
+    """(m, n, k). Where launches wait for each other the kernels are the same: few cases do, for each is compiled."""
+    if INTERPRETED:
+        return [(m, n, k) for n, k in ((192, 80), (200, 144)) for m in (1, 3, 17)]
+    if not pdl:
+        return [(m, n, k) for n, k in ((960, 576), (200, 80)) for m in (5, 64)]
+    return [(m, n, k) for n, k in (*SMALL, *more) for m in ROWS]
 
 
 def operands(m: int, n: int, k: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,17 +42,17 @@ def test_linear(kernel_device: str, pdl: bool) -> None:
     from kvmesh.layers.cuda import pdl as launches
     from kvmesh.layers.cuda.skinny import skinny_linear, splits_for
 
-    pdl = pdl and launches.available(torch.device(kernel_device))
-    for n, k in shapes(*LLAMA):
-        for m in rows():
-            x, weight = operands(m, n, k, kernel_device)
-            out = poisoned(splits_for(m, n, k), len(x), n, device=kernel_device)
-            skinny_linear(x, weight, out, m, pdl=pdl)
-            want = x[:m].float() @ weight.float().T
-            torch.testing.assert_close(
-                out[:, :m].sum(0), want, rtol=2e-3, atol=2e-3, msg=lambda e, at=(m, n, k): f"{at}: {e}"
-            )
-            assert out[:, m:].isnan().all()
+    if pdl and not launches.available(torch.device(kernel_device)):
+        pytest.skip("needs a GPU with programmatic dependent launch")
+    for m, n, k in cases(pdl, *LLAMA):
+        x, weight = operands(m, n, k, kernel_device)
+        out = poisoned(splits_for(m, n, k), len(x), n, device=kernel_device)
+        skinny_linear(x, weight, out, m, pdl=pdl)
+        want = x[:m].float() @ weight.float().T
+        torch.testing.assert_close(
+            out[:, :m].sum(0), want, rtol=2e-3, atol=2e-3, msg=lambda e, at=(m, n, k): f"{at}: {e}"
+        )
+        assert out[:, m:].isnan().all()
 
 
 @pytest.mark.parametrize("pdl", [False, True])
@@ -59,18 +60,18 @@ def test_gate_up(kernel_device: str, pdl: bool) -> None:
     from kvmesh.layers.cuda import pdl as launches
     from kvmesh.layers.cuda.skinny import skinny_gate_up
 
-    pdl = pdl and launches.available(torch.device(kernel_device))
-    for n, k in shapes((28672, 4096)):
-        for m in rows():
-            x, weight = operands(m, n, k, kernel_device)
-            out = poisoned(len(x), n // 2, device=kernel_device, dtype=torch.bfloat16)
-            skinny_gate_up(x, weight, out, m, pdl=pdl)
-            gate, up = (x[:m].float() @ weight.float().T).chunk(2, dim=1)
-            want = torch.nn.functional.silu(gate) * up
-            torch.testing.assert_close(
-                out[:m].float(), want, rtol=1e-2, atol=2e-3, msg=lambda e, at=(m, n, k): f"{at}: {e}"
-            )
-            assert out[m:].isnan().all()
+    if pdl and not launches.available(torch.device(kernel_device)):
+        pytest.skip("needs a GPU with programmatic dependent launch")
+    for m, n, k in cases(pdl, (28672, 4096)):
+        x, weight = operands(m, n, k, kernel_device)
+        out = poisoned(len(x), n // 2, device=kernel_device, dtype=torch.bfloat16)
+        skinny_gate_up(x, weight, out, m, pdl=pdl)
+        gate, up = (x[:m].float() @ weight.float().T).chunk(2, dim=1)
+        want = torch.nn.functional.silu(gate) * up
+        torch.testing.assert_close(
+            out[:m].float(), want, rtol=1e-2, atol=2e-3, msg=lambda e, at=(m, n, k): f"{at}: {e}"
+        )
+        assert out[m:].isnan().all()
 
 
 @pytest.mark.parametrize("pdl", [False, True])
@@ -78,28 +79,31 @@ def test_head(kernel_device: str, pdl: bool) -> None:
     from kvmesh.layers.cuda import pdl as launches
     from kvmesh.layers.cuda.skinny import argmax_reduce, head_tiles, skinny_head
 
-    pdl = pdl and launches.available(torch.device(kernel_device))
-    vocabularies = [(200, 80)] if INTERPRETED else [(200, 80), (49152, 576), (49153, 576), (128256, 4096)]
-    for vocab, k in vocabularies:
-        for m in rows() if vocab < 100000 else (1, 33, 64, 128):
-            x, weight = operands(m, vocab, k, kernel_device)
-            # Two rows of the weight that are the same and better than all others, in tiles far apart and in one tile.
-            weight[7] = weight[8] = weight[vocab - 3] = 8 * x[0].sign() / k**0.5
-            tiles = head_tiles(m, vocab)
-            logits = poisoned(len(x), vocab, device=kernel_device)
-            value = poisoned(len(x), tiles, device=kernel_device)
-            index = poisoned(len(x), tiles, device=kernel_device, dtype=torch.int32)
-            tokens = poisoned(len(x), device=kernel_device, dtype=torch.int32)
-            skinny_head(x, weight, logits, value, index, m, pdl=pdl)
-            argmax_reduce(value, index, tokens, m, pdl=pdl)
-            want = x[:m].float() @ weight.float().T
-            torch.testing.assert_close(logits[:m], want, rtol=2e-3, atol=2e-3)
-            assert logits[m:].isnan().all()
-            assert value[m:].isnan().all()
-            assert (index[m:] == -7).all()
-            assert tokens[:m].tolist() == logits[:m].cpu().numpy().argmax(1).tolist()
-            assert tokens[0] == 7
-            assert (tokens[m:] == -7).all()
+    if pdl and not launches.available(torch.device(kernel_device)):
+        pytest.skip("needs a GPU with programmatic dependent launch")
+    heads = [(m, 200, 80) for m in ((1, 3, 17) if INTERPRETED else (5, 64))]
+    if pdl:
+        heads = [(m, 49152, 576) for m in ROWS] + [(m, 200, 80) for m in (2, 128)]
+        heads += [(m, 128256, 4096) for m in (1, 33, 64, 128)]
+    for m, vocab, k in heads:
+        x, weight = operands(m, vocab, k, kernel_device)
+        # Two rows of the weight that are the same and better than all others, in tiles far apart and in one tile.
+        weight[7] = weight[8] = weight[vocab - 3] = 8 * x[0].sign() / k**0.5
+        tiles = head_tiles(m, vocab)
+        logits = poisoned(len(x), vocab, device=kernel_device)
+        value = poisoned(len(x), tiles, device=kernel_device)
+        index = poisoned(len(x), tiles, device=kernel_device, dtype=torch.int32)
+        tokens = poisoned(len(x), device=kernel_device, dtype=torch.int32)
+        skinny_head(x, weight, logits, value, index, m, pdl=pdl)
+        argmax_reduce(value, index, tokens, m, pdl=pdl)
+        want = x[:m].float() @ weight.float().T
+        torch.testing.assert_close(logits[:m], want, rtol=2e-3, atol=2e-3)
+        assert logits[m:].isnan().all()
+        assert value[m:].isnan().all()
+        assert (index[m:] == -7).all()
+        assert tokens[:m].tolist() == logits[:m].cpu().numpy().argmax(1).tolist()
+        assert tokens[0] == 7
+        assert (tokens[m:] == -7).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -150,6 +154,26 @@ def test_ties_over_tiles_go_to_the_lowest_id(kernel_device: str) -> None:
     tokens = torch.full((2,), -7, device=kernel_device, dtype=torch.int32)
     argmax_reduce(value, index, tokens, 2, pdl=False)
     assert tokens.tolist() == [40, 3]
+
+
+@pytest.mark.parametrize("tma", [1, 2])
+def test_weights_by_tensor_maps(kernel_device: str, tma: int) -> None:
+    from kvmesh.layers.cuda.skinny import skinny_gate_up, skinny_linear
+    from kvmesh.layers.cuda.skinny_config import Config
+
+    for m, n, k in ((3, 192, 176),) if INTERPRETED else ((3, 200, 176), (16, 4096, 4096)):
+        x, weight = operands(m, n, k, kernel_device)
+        full = x[:m].float() @ weight.float().T
+        config = Config(64, 64, 4, 4, splits=2, tma=tma)
+        out = poisoned(config.num_splits(k), len(x), n, device=kernel_device)
+        skinny_linear(x, weight, out, m, pdl=False, config=config)
+        torch.testing.assert_close(out[:, :m].sum(0), full, rtol=2e-3, atol=2e-3)
+        assert out[:, m:].isnan().all()
+        both = poisoned(len(x), n // 2, device=kernel_device, dtype=torch.bfloat16)
+        skinny_gate_up(x, weight, both, m, pdl=False, config=Config(64, 64, 4, 4, tma=tma))
+        gate, up = full.chunk(2, dim=1)
+        want = torch.nn.functional.silu(gate) * up
+        torch.testing.assert_close(both[:m].float(), want, rtol=1e-2, atol=2e-3)
 
 
 def test_splits_cover_k_and_none_is_empty() -> None:

@@ -80,16 +80,16 @@ def _by_rule(kind: Kind, rows: int, n: int, k: int) -> Config:
         if rows == 64:
             return Config(128, 64, 4, 4, prefetch=256)
         return Config(256, 64, 4, 8, prefetch=256)
-    if rows <= 32:
-        block_n, block_k, stages = 64, 128, 4
-    elif rows == 64:
-        block_n, block_k, stages = 128, 64, 4
-    else:
-        block_n, block_k, stages = 128, 64, 3
-    # As many blocks as are resident at once, two an SM, each with at least four rounds of its loop.
-    tiles = -(-n // block_n)
-    splits = even_splits(-(-k // block_k), min(2 * _SMS // tiles, _MAX_SPLITS, k // (4 * block_k)))
-    return Config(block_n, block_k, stages, 4, splits=splits, prefetch=512 if block_n == 64 else 256)
+    # As many blocks as are resident at once, each with at least four rounds of its loop. Every split is written and
+    # read once more, which counts with many rows: there one deep block an SM does.
+    block_n, block_k, stages, most = (64, 128, 4, _MAX_SPLITS) if rows <= 32 else (128, 64, 4, 4)
+    if rows == 128:
+        stages = 3
+    tiles, blocks = -(-n // block_n), -(-k // block_k)
+    splits = even_splits(blocks, min(2 * _SMS // tiles, most, blocks // 4))
+    if tiles * splits <= _SMS and rows >= 64:
+        stages *= 2
+    return Config(block_n, block_k, stages, 4, splits=splits, prefetch=512 * 64 // block_n)
 
 
 def splits_for(m: int, n: int, k: int) -> int:
