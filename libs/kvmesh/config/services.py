@@ -11,6 +11,12 @@ from pydantic_settings import SettingsConfigDict
 from kvmesh.config.base import MIB, ServiceSettings
 from kvmesh.config.types import NameList, PlainUrl, TargetList
 
+# KV memory of an engine on CPU.
+CPU_KV_BYTES = 256 * MIB
+# A step's tokens on a GPU, and the sequences of one.
+GPU_TOKENS = 8192
+GPU_BATCH = 256
+
 
 class GatewaySettings(ServiceSettings):
     """The public front door: authenticates, tokenizes, places requests and streams answers."""
@@ -180,21 +186,45 @@ class WorkerSettings(ServiceSettings):
         description="Seconds that a rank may come late to the others before the engine gives up and ends.",
     )
     seed: int = Field(default=0, ge=0, le=(1 << 63) - 1, description="Base seed of the prefix cache hash chain.")
-    page_size: int = Field(default=16, ge=1, le=1024, description="Tokens of a KV page.")
+    page_size: int = Field(default=0, ge=0, le=1024, description="Tokens of a KV page; 0 = 16, on a GPU 64.")
     num_pages: int = Field(
         default=0, ge=0, le=100_000_000, description="KV pages; 0 = as many as kv_memory_bytes holds."
     )
     kv_memory_bytes: int = Field(
-        default=256 * MIB, ge=4096, description="Bytes of KV memory, of all ranks together, when num_pages is 0."
+        default=0,
+        ge=0,
+        description="Bytes of KV memory, of all ranks together, when num_pages is 0; 0 = 256 MiB, on a GPU what "
+        "gpu_memory_utilization leaves.",
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="GPU: part of its memory that weights, workspaces, graphs and KV pages may take together.",
     )
     max_model_len: int = Field(
         default=0, ge=0, le=10_000_000, description="Longest sequence in tokens; 0 = the model's."
     )
-    max_batch: int = Field(default=32, ge=1, le=4096, description="Sequences of one step.")
+    max_batch: int = Field(default=32, ge=1, le=4096, description="Sequences of one step (on a GPU 256 by default).")
     token_budget: int = Field(
-        default=512, ge=1, le=1_000_000, description="Tokens of one step, prefill and decode together."
+        default=512,
+        ge=1,
+        le=1_000_000,
+        description="Tokens of one step, prefill and decode together (on a GPU 8192 by default).",
     )
-    chunk_size: int = Field(default=256, ge=1, le=1_000_000, description="Prompt tokens of one sequence in one step.")
+    chunk_size: int = Field(
+        default=256,
+        ge=1,
+        le=1_000_000,
+        description="Prompt tokens of one sequence in one step (on a GPU 8192 by default).",
+    )
+    cuda_graphs: bool = Field(default=True, description="GPU: replay decode steps as captured graphs.")
+    cuda_graph_max_batch: int = Field(
+        default=0, ge=0, le=4096, description="GPU: largest batch that has a graph; 0 = max_batch."
+    )
+    overlap: bool = Field(
+        default=True, description="Queue a step while the one before it runs, where the runner can (a GPU)."
+    )
     max_queue: int = Field(default=32, ge=0, le=100_000, description="Accepted sequences that wait for a batch place.")
     look_ahead: int = Field(default=1, ge=0, le=1024, description="Pages reserved beyond the prompt at admission.")
     local_prefill_threshold: int = Field(
@@ -229,9 +259,21 @@ class WorkerSettings(ServiceSettings):
     )
     scripted_layers: int = Field(default=4, ge=1, le=256, description="Scripted runner: layers of the pretended model.")
     scripted_faults: Path | None = Field(default=None, description="Scripted runner: file of programmed faults.")
-    nvlink: Literal["off", "host"] = Field(
-        default="off",
-        description="Whether this process writes KV into its peers by itself (transport nvlink). host: for tests.",
+    nvlink: Literal["auto", "off", "cuda", "host"] = Field(
+        default="auto",
+        description="Whether this process writes KV into its peers by itself (transport nvlink): cuda, from a GPU; "
+        "auto, from a GPU whose sidecar has that transport; host, for tests.",
+    )
+    staging: Literal["auto", "off", "on"] = Field(
+        default="auto",
+        description="Whether KV travels through pages in host memory, for transports that do not reach a GPU's: auto, "
+        "from a GPU without nvlink; on, always (on CPU: for tests).",
+    )
+    staging_pages: int = Field(
+        default=0,
+        ge=0,
+        le=100_000_000,
+        description="Pages of that host memory; 0 = those of the 4 longest prompts, at most 8 GiB.",
     )
 
     @property
@@ -239,13 +281,48 @@ class WorkerSettings(ServiceSettings):
         """Uncached prompt tokens up to which decode prefills on its own."""
         return self.page_size if self.local_prefill_threshold < 0 else self.local_prefill_threshold
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the engine runs on a GPU."""
+        return self.device.startswith("cuda")
+
+    @property
+    def gpu(self) -> int:
+        """The GPU's ordinal, as this process sees it."""
+        return int(self.device.partition(":")[2] or 0)
+
     @model_validator(mode="after")
     def _consistent(self) -> WorkerSettings:
+        for name, value in self._unset().items():
+            # The instance is frozen, but for this: nobody has seen it yet.
+            object.__setattr__(self, name, value)
         if self.chunk_size > self.token_budget:
             raise ValueError("chunk_size must not exceed token_budget")
+        if 0 < self.kv_memory_bytes < 4096:
+            raise ValueError("kv_memory_bytes must be 0 or at least 4096")
         if self.runner == "scripted" and self.tp > 1:
             raise ValueError("the scripted runner has one rank: set tp to 1")
         return self
+
+    def _unset(self) -> dict[str, int]:
+        """What depends on the device, of that which nobody has set."""
+        values: dict[str, int] = {}
+        if not self.page_size:
+            values["page_size"] = 64 if self.on_gpu else 16
+        if not self.on_gpu:
+            if not self.kv_memory_bytes:
+                values["kv_memory_bytes"] = CPU_KV_BYTES
+            return values
+        given = self.model_fields_set
+        budget = self.token_budget if "token_budget" in given else GPU_TOKENS
+        if "chunk_size" in given and "token_budget" not in given:
+            budget = max(budget, self.chunk_size)
+        values |= {"token_budget": budget}
+        if "chunk_size" not in given:
+            values["chunk_size"] = min(GPU_TOKENS, budget)
+        if "max_batch" not in given:
+            values["max_batch"] = GPU_BATCH
+        return values
 
 
 class PrefillSettings(WorkerSettings):

@@ -60,9 +60,10 @@ class FakeTransfer:
         nbytes = 0
         for group in self.descriptor.groups:
             name = group.group
-            src = group_view(self.source.memory.regions[name].buf, self.source.memory.layout, name)
+            source = self.source.memory
+            src = group_view(source.shared_regions[name].buf, source.shared_layout, name)
             target = self.slot.client.memory
-            dst = group_view(target.regions[name].buf, target.layout, name)
+            dst = group_view(target.shared_regions[name].buf, target.shared_layout, name)
             for i in range(first, first + count):
                 dst[:, group.pages[i]] = src[:, self.pages[name][i]]
                 nbytes += src.shape[0] * src.shape[2]
@@ -115,12 +116,12 @@ class FakeSidecar:
     given_up: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.layout = self.memory.layout
+        self.layout = self.memory.shared_layout
         self.tails: tuple[TailBuffer, ...] = ()
         self.control_address = f"127.0.0.1:{10_000 + len(self.fabric.clients)}"
         self.region_infos = [
             pb.RegionInfo(group=name, rank=0, nbytes=region.nbytes, key=7)
-            for name, region in self.memory.regions.items()
+            for name, region in self.memory.shared_regions.items()
         ]
         self._loop = asyncio.get_running_loop()
         self._ring = StepRing(self.memory.ring_region.buf)

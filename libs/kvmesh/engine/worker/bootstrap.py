@@ -12,13 +12,13 @@ import contextlib
 import logging
 import secrets
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.core import EngineConfig, EngineCore
 from kvmesh.engine.events import StepDone
-from kvmesh.engine.nvlink.poster import NvlinkPoster
-from kvmesh.engine.parallel.ranks import RankGroup, ranks_of
+from kvmesh.engine.parallel.ranks import ranks_of
 from kvmesh.engine.parallel.wire import Kind
 from kvmesh.engine.runner import Runner
 from kvmesh.engine.worker.attach import CacheRelay, RouterLinks
@@ -29,9 +29,9 @@ from kvmesh.engine.worker.decode import DecodeService
 from kvmesh.engine.worker.engine_service import EngineService, worker_info
 from kvmesh.engine.worker.frames import FrameLimits, FramesHub, GatewayStream
 from kvmesh.engine.worker.loading import in_thread, load_runner
-from kvmesh.engine.worker.memory import KvMemory, size_layout
+from kvmesh.engine.worker.memory import KvMemory
 from kvmesh.engine.worker.meters import Meters
-from kvmesh.engine.worker.posting import make_poster
+from kvmesh.engine.worker.posting import Movers, choose_route, make_memory, make_movers
 from kvmesh.engine.worker.prefill import PrefillService
 from kvmesh.engine.worker.pump import EventPump
 from kvmesh.engine.worker.requests import DecodeRequests
@@ -76,7 +76,7 @@ class Worker:
         self._at_step = at_step
         self._runner: Runner | None = None
         self._memory: KvMemory | None = None
-        self._poster: NvlinkPoster | None = None
+        self._movers = Movers()
         self._closed = False
         self._register()
 
@@ -115,9 +115,11 @@ class Worker:
         self._runner = runner = await load_runner(settings)
         spec = "scripted" if settings.runner == "scripted" else settings.model
         tokenizer = await in_thread(lambda: load_tokenizer(spec), name="tokenizer-load")
-        layout = size_layout(runner, settings)
-        self._memory = memory = KvMemory.create(layout, settings.max_batch)
-        await in_thread(lambda: runner.bind(layout, memory.views(), memory.doorbell), name="kv-bind")
+        route = await choose_route(settings, runner.layout(settings.page_size, 1))
+        self._memory = memory = await in_thread(lambda: make_memory(runner, settings, route), name="kv-memory")
+        layout = memory.layout
+        self._movers = movers = await in_thread(lambda: make_movers(settings, memory, route, runner), name="kv-movers")
+        await in_thread(lambda: memory.bind(runner), name="kv-bind")
         identity = self._identity(runner, memory, tokenizer.fingerprint)
         loop = asyncio.get_running_loop()
         pump = EventPump(loop)
@@ -125,9 +127,10 @@ class Worker:
             settings.routers, info=self._info, load=self._load, open_channel=self._channel,
             interval_s=settings.report_interval_s,
         )  # fmt: skip
-        self._poster = poster = make_poster(settings, memory)
+        staging = movers.staging
         link = self._link(identity, memory)
         ranks = ranks_of(runner)
+        fatal = self._fatal(loop)
         core = EngineCore(
             runner,
             layout,
@@ -140,15 +143,17 @@ class Worker:
                 look_ahead=settings.look_ahead,
                 prefix_cache=settings.prefix_cache,
                 stall_timeout_s=settings.stall_timeout_s,
+                overlap=settings.overlap,
                 # A preempted sequence is recomputed by the same rule as a new one.
                 remote_resume=True,
             ),
             pump,
-            doorbell=memory.doorbell,
+            doorbell=memory.doorbell if staging is None else staging.bell,
             ring=memory.ring,
             notify=link.notify_ring if link is not None else None,
-            poster=poster,
+            poster=movers.poster if staging is None else staging,
             on_stall=lambda stalled: self._from_thread(loop, stalled),
+            on_failed=lambda error: fatal(error.message),
             on_cache_event=CacheRelay(loop, self.routers.on_cache_event),
         )
         self.ctx = ctx = WorkerContext(
@@ -160,6 +165,7 @@ class Worker:
             channels=PrefillChannels(self._channel, self.service.tasks),
             meters=Meters(identity.served_name, lambda: core.counters, core.pool.counts),
             link=link,
+            staging=staging,
             at_step=self._at_step,
         )
         pump.on_load(ctx.meters)
@@ -177,7 +183,7 @@ class Worker:
         self.service.tasks.spawn(self.routers.run(), name="routers")
         self.status.listen(self.routers.on_change)
         if ranks is not None:
-            self._watch_ranks(ranks, core, loop)
+            ranks.on_lost(fatal)
             self.service.ready_info["ranks"] = ranks.pids
         if link is not None:
             link.start()
@@ -216,36 +222,38 @@ class Worker:
             self.settings.sidecar_socket,
             engine_id=identity.worker_id,
             incarnation=identity.incarnation,
-            layout=memory.layout,
-            regions=memory.regions,
+            layout=memory.shared_layout,
+            regions=memory.shared_regions,
             doorbell=memory.doorbell_region,
             ring=memory.ring_region,
-            poster=self._poster,
+            poster=self._movers.poster,
             on_connected=lambda client: self.status.update(sidecar_up=True),
             on_lost=lambda: self.status.update(sidecar_up=False),
         )
 
-    def _watch_ranks(self, ranks: RankGroup, core: EngineCore, loop: asyncio.AbstractEventLoop) -> None:
-        """A lost rank ends this process: readiness off, one terminal for each request, exit status 1."""
-        lost: asyncio.Future[str] = loop.create_future()
+    def _fatal(self, loop: asyncio.AbstractEventLoop) -> Callable[[str], None]:
+        """What to call, from any thread, where this process is of no use any more (a rank or the GPU is lost):
+        readiness off, one terminal for each request, exit status 1."""
+        told: asyncio.Future[str] = loop.create_future()
 
         def settle(reason: str) -> None:
-            if not lost.done():
-                lost.set_result(reason)
+            if not told.done():
+                told.set_result(reason)
 
         def tell(reason: str) -> None:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(settle, reason)
 
         async def end() -> None:
-            reason = await lost
+            reason = await told
             self.status.update(draining=True)
-            core.drain()
-            core.abort_all(Unavailable(reason))
+            if self.ctx is not None:
+                self.ctx.core.drain()
+                self.ctx.core.abort_all(Unavailable(reason))
             raise Unavailable(reason)
 
-        self.service.tasks.spawn(end(), name="ranks")
-        ranks.on_lost(tell)
+        self.service.tasks.spawn(end(), name="fatal")
+        return tell
 
     def _channel(self, address: str) -> MeshChannel:
         return open_inner_channel(address, self.settings, self.service.auth.token)
@@ -339,7 +347,6 @@ class Worker:
         if (runner := self._runner) is not None:
             # Ranks get some time to leave.
             await in_thread(runner.close, name="runner-close")
-        if (poster := self._poster) is not None:
-            await in_thread(poster.close, name="poster-close")
+        await in_thread(self._movers.close, name="movers-close")
         if self._memory is not None:
             self._memory.close()

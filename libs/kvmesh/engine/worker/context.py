@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.core import EngineCore
+from kvmesh.engine.cuda.staging import Staging
 from kvmesh.engine.runner import ModelInfo
 from kvmesh.engine.worker.channels import PrefillChannels
 from kvmesh.engine.worker.convert import ModelLimits
@@ -52,6 +53,8 @@ class WorkerContext:
     channels: PrefillChannels
     meters: Meters
     link: SidecarLink | None = None
+    # Where KV travels through host memory: its pages are named in descriptors in place of the engine's.
+    staging: Staging | None = None
     at_step: StepHook = no_hook
     # A slot whose writer is done gets so long to count its last bytes; a sidecar so long to answer.
     lease_s: float = 5.0

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import inspect
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.parallel.ranks import start_ranks
 from kvmesh.engine.runner import Runner
+from kvmesh.errors import FailedPrecondition, InvalidArgument
 from kvmesh.telemetry import metrics, names
 
 log = logging.getLogger(__name__)
@@ -36,7 +39,63 @@ async def load_runner(settings: WorkerSettings) -> Runner:
         from kvmesh.engine.worker.scripted import scripted_runner
 
         return scripted_runner(settings)
-    return await in_thread(lambda: _load_torch(settings), name="model-load")
+    return await in_thread(lambda: (_load_cuda if settings.on_gpu else _load_torch)(settings), name="model-load")
+
+
+def _load_cuda(settings: WorkerSettings) -> Runner:
+    if settings.tp > 1:
+        raise InvalidArgument("not implemented: several ranks on GPUs: set tp to 1", details={"field": "tp"})
+    check_cuda(settings.gpu)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    log.info("loading %s (%s) on GPU %d", settings.model, settings.dtype, settings.gpu)
+    started = time.monotonic()
+    from kvmesh.engine.cuda.runner import CudaRunner
+
+    known = inspect.signature(CudaRunner.__init__).parameters
+    runner: Runner = CudaRunner.load(
+        settings.model,
+        settings.dtype,
+        f"cuda:{settings.gpu}",
+        LoadProgress(settings.model),
+        **{name: value for name, value in cuda_options(settings).items() if name in known},
+    )
+    log.info("loaded %s in %.1f s", runner.info.name, time.monotonic() - started)
+    return runner
+
+
+def cuda_options(settings: WorkerSettings) -> dict[str, Any]:
+    """What a runner on a GPU is told beside the model."""
+    return {
+        "max_batch": settings.max_batch,
+        "token_budget": settings.token_budget,
+        "max_model_len": settings.max_model_len,
+        "cuda_graphs": settings.cuda_graphs,
+        "max_graph_batch": settings.cuda_graph_max_batch or settings.max_batch,
+    }
+
+
+def check_cuda(gpu: int) -> None:
+    """Raises FailedPrecondition telling what is missing for an engine on that GPU."""
+    missing = [name for name in ("torch", "triton", "flashinfer") if importlib.util.find_spec(name) is None]
+    if missing:
+        packages = ", ".join({"flashinfer": "flashinfer-python"}.get(name, name) for name in missing)
+        raise FailedPrecondition(f"device=cuda needs {packages}: install them", details={"field": "device"})
+    import torch
+
+    if torch.version.cuda is None:
+        raise FailedPrecondition(
+            f"device=cuda needs a PyTorch built for CUDA, this is {torch.__version__}: install one from PyTorch's "
+            "index of CUDA wheels",
+            details={"field": "device"},
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise FailedPrecondition(
+            "device=cuda needs a GPU and its driver, none is visible here (CUDA_VISIBLE_DEVICES?)",
+            details={"field": "device"},
+        )
+    if gpu >= count:
+        raise FailedPrecondition(f"device=cuda:{gpu}: only {count} GPU(s) are visible", details={"field": "device"})
 
 
 def _load_torch(settings: WorkerSettings) -> Runner:

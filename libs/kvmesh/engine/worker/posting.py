@@ -1,21 +1,187 @@
-"""Whether this worker writes into its peers by itself (transport nvlink), and with what."""
+"""How this worker's KV travels: moved by the sidecar, written by the engine itself (nvlink), or through host memory."""
 
 from __future__ import annotations
 
+import asyncio
+import enum
+import logging
+import secrets
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
 from kvmesh.config import WorkerSettings
-from kvmesh.engine.nvlink.host import HostBackend
+from kvmesh.engine.cuda.staging import Staging
+from kvmesh.engine.nvlink.backend import Backend
+from kvmesh.engine.nvlink.host import HostBackend, address_of
 from kvmesh.engine.nvlink.poster import NvlinkPoster
-from kvmesh.engine.worker.memory import KvMemory
-from kvmesh.errors import InvalidArgument
+from kvmesh.engine.runner import Runner
+from kvmesh.engine.worker.memory import KvMemory, StagedMemory, cuda_memory, size_layout, staging_pages
+from kvmesh.errors import InvalidArgument, KvmeshError
+from kvmesh.kv.layout import KvLayout
+from kvmesh.kv.region import Region
+from kvmesh.kv.ring import DOORBELL_BYTES, StepRing
+from kvmesh.transfer.client import SidecarClient
+
+if TYPE_CHECKING:
+    from kvmesh.engine.cuda.memory import CudaRunnerFace
+    from kvmesh.engine.nvlink.cuda_region import CudaRegion
+
+log = logging.getLogger(__name__)
+
+# How long an engine on a GPU waits for its sidecar, to learn which transports it has.
+SIDECAR_S = 30.0
+_ASK_S = 0.2
 
 
-def make_poster(settings: WorkerSettings, memory: KvMemory) -> NvlinkPoster | None:
-    """None where the sidecar is to move everything. Raises InvalidArgument for settings that do not go together.
+class Route(enum.Enum):
+    """What moves the bytes of this engine's pages."""
 
-    Memory of a GPU is `kvmesh.engine.nvlink.cuda`'s; no worker has any yet.
-    """
-    if settings.nvlink == "off" or settings.sidecar_socket is None:
-        return None
-    if memory.layout.tp > 1:
-        raise InvalidArgument("nvlink: ranks in processes of their own cannot write by themselves yet: tp must be 1")
-    return NvlinkPoster(memory.layout, HostBackend({(name, 0): region for name, region in memory.regions.items()}))
+    SIDECAR = "sidecar"  # or nothing, where there is none
+    NVLINK = "nvlink"
+    STAGING = "staging"
+
+
+@dataclass(frozen=True, slots=True)
+class Movers:
+    """At most one of them."""
+
+    poster: NvlinkPoster | None = None
+    staging: Staging | None = None
+
+    def close(self) -> None:
+        """End their streams. Nothing is under way."""
+        if self.poster is not None:
+            self.poster.close()
+        if self.staging is not None:
+            self.staging.close()
+
+
+async def choose_route(settings: WorkerSettings, layout: KvLayout) -> Route:
+    """From the settings and, where they leave it open, from what the sidecar has. Raises InvalidArgument for settings
+    that do not go together."""
+    nvlink, staging = settings.nvlink, settings.staging
+    if settings.on_gpu and nvlink == "host":
+        raise InvalidArgument("nvlink=host is for memory of the host: with a GPU it is cuda or auto")
+    if not settings.on_gpu and nvlink == "cuda":
+        raise InvalidArgument("nvlink=cuda needs device=cuda")
+    if nvlink in ("cuda", "host") and staging == "on":
+        raise InvalidArgument("nvlink writes to the pages themselves: it does not go with staging=on")
+    if settings.sidecar_socket is None:
+        return Route.SIDECAR
+    if nvlink in ("cuda", "host"):
+        if layout.tp > 1:
+            raise InvalidArgument(
+                "nvlink: ranks in processes of their own cannot write by themselves yet: tp must be 1"
+            )
+        return Route.NVLINK
+    if layout.tp > 1:
+        if staging == "on" or settings.on_gpu:
+            raise InvalidArgument("staging: ranks in processes of their own have none yet: tp must be 1")
+        return Route.SIDECAR
+    if staging == "on":
+        return Route.STAGING
+    if not settings.on_gpu:
+        return Route.SIDECAR
+    if nvlink == "auto" and "nvlink" in await sidecar_transports(settings, layout):
+        return Route.NVLINK
+    if staging == "off":
+        log.warning("no transport reaches this GPU's memory: KV can neither be sent nor received")
+        return Route.SIDECAR
+    return Route.STAGING
+
+
+async def sidecar_transports(settings: WorkerSettings, layout: KvLayout) -> list[str]:
+    """What our sidecar can do; nothing, where none comes. It only tells an engine: so one with a page a group registers
+    for a moment."""
+    assert settings.sidecar_socket is not None
+    one = replace(layout, num_pages=1)
+    regions = {group.name: Region.create("kvmesh-probe", one.region_bytes(group)) for group in one.groups}
+    doorbell = Region.create("kvmesh-probe-doorbell", DOORBELL_BYTES)
+    ring = Region.create("kvmesh-probe-ring", StepRing.bytes_for(1, 1))
+    until = time.monotonic() + SIDECAR_S
+    try:
+        while True:
+            try:
+                client = await SidecarClient.connect(
+                    settings.sidecar_socket,
+                    engine_id=f"{settings.instance_name}-probe",
+                    incarnation=secrets.randbits(63) or 1,
+                    layout=one,
+                    regions=regions,
+                    doorbell=doorbell,
+                    ring=ring,
+                    timeout_s=max(_ASK_S, until - time.monotonic()),
+                    on_lost=lambda: None,
+                )
+            except (KvmeshError, OSError) as error:
+                if time.monotonic() > until:
+                    log.warning("no sidecar in %g s (%s): KV goes through host memory", SIDECAR_S, error)
+                    return []
+                await asyncio.sleep(_ASK_S)
+                continue
+            transports = list(client.transports)
+            await client.close()
+            return transports
+    finally:
+        for region in (*regions.values(), doorbell, ring):
+            region.close()
+
+
+def make_memory(runner: Runner, settings: WorkerSettings, route: Route) -> KvMemory:
+    """KV memory where the runner computes, with staging where that is the route. Blocks: it may be large."""
+    if settings.on_gpu:
+        return cuda_memory(runner, settings, staging=route is Route.STAGING)
+    layout = size_layout(runner, settings)
+    pages = staging_pages(layout, runner, settings) if route is Route.STAGING else 0
+    return KvMemory.create(layout, settings.max_batch, staging_pages=pages)
+
+
+def make_movers(settings: WorkerSettings, memory: KvMemory, route: Route, runner: Runner) -> Movers:
+    """What the route needs in this process, ready for steps: its kernels are compiled here."""
+    if route is Route.NVLINK:
+        return Movers(poster=NvlinkPoster(memory.layout, _nvlink_backend(settings, memory, runner)))
+    if route is Route.STAGING and memory.staged is not None:
+        return Movers(staging=_staging(settings, memory, memory.staged, runner))
+    return Movers()
+
+
+def _nvlink_backend(settings: WorkerSettings, memory: KvMemory, runner: Runner) -> Backend:
+    if not settings.on_gpu:
+        regions = cast("dict[str, Region]", memory.regions)
+        return HostBackend({(name, 0): region for name, region in regions.items()})
+    return _cuda_backend(settings, memory, runner)
+
+
+def _cuda_backend(settings: WorkerSettings, memory: KvMemory, runner: Runner) -> Backend:
+    from kvmesh.engine.nvlink.cuda import CudaBackend
+
+    regions = cast("dict[str, CudaRegion]", memory.regions)
+    backend = CudaBackend(
+        {(name, 0): region for name, region in regions.items()},
+        settings.gpu,
+        compute=cast("CudaRunnerFace", runner).stream,
+    )
+    backend.warm()
+    return backend
+
+
+def _staging(settings: WorkerSettings, memory: KvMemory, staged: StagedMemory, runner: Runner) -> Staging:
+    out: Backend
+    into: Backend
+    if settings.on_gpu:
+        from kvmesh.engine.cuda.memory import PinnedRegions
+
+        pinned = PinnedRegions(staged.regions, settings.gpu)
+        memory.unpin.append(pinned.close)
+        device = {name: region.address for name, region in cast("dict[str, CudaRegion]", memory.regions).items()}
+        host = pinned.addresses
+        bell: int = cast("Any", memory.doorbell).device_pointer
+        out, into = _cuda_backend(settings, memory, runner), _cuda_backend(settings, memory, runner)
+    else:
+        own = cast("dict[str, Region]", memory.regions)
+        device = {name: address_of(region) for name, region in own.items()}
+        host = {name: address_of(region) for name, region in staged.regions.items()}
+        bell = memory.doorbell.address
+        out, into = HostBackend({}), HostBackend({})
+    return Staging(memory.layout, staged.layout, device=device, host=host, bell=bell, out=out, into=into)

@@ -3,7 +3,8 @@
     checked → submitted → admitted → transfer started → computing → computed → sent → done
 
 Source pages are read by the sidecar for as long as the transfer has writes in flight. They go back to the core in ONE
-place, `_finish`, which runs in a task of its own after the transfer's `done` has resolved, whatever ended the call.
+place, `_finish`, which runs in a task of its own after the transfer's `done` has resolved, whatever ended the call; and
+so do the host pages through which they travel where the sidecar does not reach the engine's.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
 from kvmesh.engine import events
+from kvmesh.engine.cuda.staging import Lease
 from kvmesh.engine.events import CoreEvent, EngineRequest, Mode, RequestKey
 from kvmesh.engine.worker.context import WorkerContext
 from kvmesh.engine.worker.convert import MAX_PRIORITY, MAX_SALT_BYTES, check_id, check_tokens, refuse
@@ -185,20 +187,29 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
         outcome: _Outcome,
     ) -> TransferHandle:
         """The sidecar takes the descriptor; what the prefix cache holds leaves at once."""
-        layout = ctx.identity.layout
+        layout, staging = ctx.identity.layout, ctx.staging
         first, count = source_pages(layout, descriptor)
-        pages = admitted.pages[first : first + count]
+        pages: Sequence[int] = admitted.pages[first : first + count]
+        ready = max(0, min(admitted.first_block - first, len(pages)))
+        if staging is not None:
+            outcome.lease = lease = await staging.take(pages, ctx.settings.prefill_timeout_s)
+            await staging.fill(lease, ready)
+            staging.expose(lease, for_write=False)
+            pages = lease.pages
         outcome.descriptor = descriptor
         outcome.starting = asyncio.ensure_future(
             client.start_transfer(
                 descriptor,
                 {group.name: pages for group in layout.groups},
-                ready_pages=max(0, min(admitted.first_block - first, len(pages))),
+                ready_pages=ready,
                 traceparent=tracing.traceparent(),
             )
         )
         # Shielded: cancelled half-way, the transfer would run without anybody who knows it.
-        return await asyncio.shield(outcome.starting)
+        handle = await asyncio.shield(outcome.starting)
+        if staging is not None and outcome.lease is not None:
+            staging.start(outcome.lease, handle.transfer_id)
+        return handle
 
     async def _compute_and_send(
         self, ctx: WorkerContext, run: _Run, handle: TransferHandle, first_block: int
@@ -223,6 +234,8 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
         try:
             if not outcome.sent:
                 ctx.core.abort(run.key, error=Cancelled("prefill was given up"))
+            if ctx.staging is not None and outcome.lease is not None and not outcome.sent:
+                ctx.staging.draining(outcome.lease)
             if outcome.starting is not None:
                 if not outcome.starting.done() and outcome.client is not None and outcome.descriptor is not None:
                     # Towards a destination that is dead its answer would take as long as the sidecar tries.
@@ -241,9 +254,13 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
                         await asyncio.shield(handle.done)
         finally:
             ctx.core.release(run.key)
-            self._live.discard(run)
-            if not self._live:
-                self._idle.set()
+            try:
+                if ctx.staging is not None and outcome.lease is not None:
+                    await ctx.staging.give_back(outcome.lease)
+            finally:
+                self._live.discard(run)
+                if not self._live:
+                    self._idle.set()
 
 
 @dataclass(eq=False, slots=True)
@@ -253,6 +270,8 @@ class _Outcome:
     client: SidecarClient | None = None
     descriptor: kvtransfer_pb2.Descriptor | None = None
     starting: asyncio.Future[TransferHandle] | None = None
+    # The host pages that the transfer is read from, where those of the engine are not.
+    lease: Lease | None = None
     sent: bool = False
 
 

@@ -7,15 +7,18 @@ What must hold at every await, since a request may be cancelled at any of them:
 - a slot that was opened is closed by somebody, also when its opening is still under way;
 - pages are exposed before the descriptor leaves and stay so until the slot is complete or drained. Giving up hands
   that wait to a task of its own, which outlives the request;
-- `kv_ready` is called only after the sidecar has counted every byte of the plan.
+- `kv_ready` is called only after the sidecar has counted every byte of the plan, and where KV travels through host
+  memory, only after it has been copied from there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any
 
+from kvmesh.engine.cuda.staging import Lease
 from kvmesh.engine.events import Admitted
 from kvmesh.engine.worker.awaiting import AwaitingRequest
 from kvmesh.engine.worker.context import WorkerContext
@@ -55,8 +58,10 @@ class RemotePrefill:
         self._tokens = tokens[: admitted.num_tokens - 1]
         self._first_block = admitted.first_block
         self._resumed = admitted.resumed_token_ids is not None
-        pages = admitted.pages[admitted.first_block : layout.pages_for(len(self._tokens))]
-        self._groups = {group.name: pages for group in layout.groups}
+        self._pages = admitted.pages[admitted.first_block : layout.pages_for(len(self._tokens))]
+        # What a descriptor names.
+        self._groups: dict[str, Sequence[int]] = {group.name: self._pages for group in layout.groups}
+        self._staging = ctx.staging
         self._draining: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -99,19 +104,43 @@ class RemotePrefill:
 
     async def _place(self, target: pb.PrefillTarget) -> None:
         deadline = self._deadline()
-        client, slot = await self._open_slot(deadline)
+        lease = await self._host_pages(deadline)
+        try:
+            client, slot = await self._open_slot(deadline)
+        except BaseException:
+            # No descriptor names them.
+            self._return(lease)
+            raise
         generation: int | None = None
         try:
             await self._step(RequestStep.SLOT_OPEN)
-            generation = self._expose()
+            generation = self._expose(lease)
             await self._step(RequestStep.EXPOSED)
             result = await self._receive(target, client, slot, deadline)
+            if lease is not None and self._staging is not None:
+                await self._staging.land(lease)
             await self._step(RequestStep.KV_COMPLETE)
         except BaseException as error:
-            self._give_up(client, slot, generation, error)
+            self._give_up(client, slot, generation, lease, error)
             raise
         self._ctx.core.kv_ready(self._key, generation)
+        self._return(lease)
         self._request.received(target, result)
+
+    async def _host_pages(self, deadline: Deadline) -> Lease | None:
+        """Pages of host memory for this placement, named in place of the engine's. Raises _NoSlot."""
+        if self._staging is None:
+            return None
+        try:
+            lease = await self._staging.take(self._pages, min(deadline.remaining(), self._ctx.lease_s))
+        except KvmeshError as error:
+            raise _NoSlot(error.message) from None
+        self._groups = dict.fromkeys(self._groups, lease.pages)
+        return lease
+
+    def _return(self, lease: Lease | None) -> None:
+        if self._staging is not None and lease is not None:
+            self._ctx.spawn_cleanup(self._staging.give_back(lease), name="staging-back")
 
     async def _open_slot(self, deadline: Deadline) -> tuple[SidecarClient, SlotHandle]:
         """Register the expectation. Raises _NoSlot."""
@@ -145,15 +174,18 @@ class RemotePrefill:
 
     def _close_late(self, client: SidecarClient, opened: asyncio.Future[SlotHandle]) -> None:
         if not opened.cancelled() and opened.exception() is None:
-            self._give_up(client, opened.result(), None, Cancelled("the request ended while its slot was opened"))
+            why = Cancelled("the request ended while its slot was opened")
+            self._give_up(client, opened.result(), None, None, why)
 
-    def _expose(self) -> int:
+    def _expose(self, lease: Lease | None) -> int:
         """From here on the pages cannot go to anyone else. Raises _Gone."""
         generation = next(self._ctx.serials)
         try:
             self._ctx.core.expose(self._key, generation)
         except Cancelled:
             raise _Gone from None
+        if self._staging is not None and lease is not None:
+            self._staging.expose(lease, for_write=True)
         return generation
 
     async def _receive(
@@ -221,16 +253,23 @@ class RemotePrefill:
 
     # -- giving up
 
-    def _give_up(self, client: SidecarClient, slot: SlotHandle, generation: int | None, why: BaseException) -> None:
+    def _give_up(
+        self, client: SidecarClient, slot: SlotHandle, generation: int | None, lease: Lease | None, why: BaseException
+    ) -> None:
         """The slot is given up; a task of its own gives the pages back once nothing can land in them any more."""
         if generation is not None:
             self._ctx.core.kv_draining(self._key, generation)
+        if self._staging is not None and lease is not None:
+            self._staging.draining(lease)
         reason = why.message if isinstance(why, KvmeshError) else "cancelled"
         if isinstance(why, asyncio.CancelledError):
             self._ctx.meters.remote_prefill("cancelled")
-        self._draining = self._ctx.spawn_cleanup(self._drain(client, slot, generation, reason), name="slot-drain")
+        draining = self._drain(client, slot, generation, lease, reason)
+        self._draining = self._ctx.spawn_cleanup(draining, name="slot-drain")
 
-    async def _drain(self, client: SidecarClient, slot: SlotHandle, generation: int | None, reason: str) -> None:
+    async def _drain(
+        self, client: SidecarClient, slot: SlotHandle, generation: int | None, lease: Lease | None, reason: str
+    ) -> None:
         try:
             await client.close_slot(slot, reason)
         except KvmeshError:
@@ -239,6 +278,9 @@ class RemotePrefill:
             # Whatever it was: the pages come back by `drained` alone.
             log.exception("closing a slot of %s failed", self._request.key.request_id)
         await slot.drained
+        if self._staging is not None and lease is not None:
+            # Behind a copy to the engine's pages that may be under way.
+            await self._staging.give_back(lease)
         if generation is not None:
             self._ctx.core.kv_drained(self._key, generation)
         if slot.completed.done() and not slot.completed.cancelled():
