@@ -60,7 +60,7 @@ class StepSlots:
         """A copy of the step with that number, and the slot is free for this rank. Raises DataLoss."""
         at = self._at(number)
         found, nbytes = self._words[at // 8], self._words[at // 8 + 1]
-        if found != number or nbytes > SLOT_BYTES:
+        if found != number or number < 1 or nbytes > SLOT_BYTES:
             raise DataLoss(f"slot {number} holds number {found} of {nbytes} bytes")
         body = bytes(self._bytes[at + _LINE : at + _LINE + nbytes])
         # Behind the copy, as the leader sees it: it writes over the slot once it sees this.
