@@ -25,7 +25,7 @@ from kvmesh.layers.cuda.worklist import WorkPlan
 
 QUERIES = 16  # rows of a tensor core's tile: the largest group
 # One compiled kernel for every bucket of a config: nothing is specialized by these arguments' value or alignment.
-ANY_VALUE = ("table_ptr", "work_ptr", "ticket_ptr", "scale", "table_stride", "segments", "workers")
+ANY_VALUE = ("table_ptr", "work_ptr", "ticket_ptr", "scale", "table_stride", "segments", "workers", "ahead")
 PAGE_SIZES = (16, 32, 64, 128)
 HEAD_DIMS = (64, 128)
 # Partial outputs that one step of the merge holds in registers.
@@ -263,6 +263,7 @@ def _attend(  # type: ignore[no-untyped-def]
     table_stride,
     segments,  # that the list has room for
     workers,
+    ahead,  # tokens
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,  # the group rounded up to a power of two
@@ -286,7 +287,7 @@ def _attend(  # type: ignore[no-untyped-def]
     list_ptr = work_ptr + 6 * workers + 1
     if PDL:
         gdc_launch_dependents()
-        if AHEAD == 0:
+        if not AHEAD:
             gdc_wait()
     first = tl.load(work_ptr + worker)
     last = tl.load(work_ptr + worker + 1)
@@ -295,9 +296,9 @@ def _attend(  # type: ignore[no-untyped-def]
     end = tl.load(lead_ptr + 2 * workers)
     split = tl.load(lead_ptr + 3 * workers)
     splits = tl.load(lead_ptr + 4 * workers)
-    if PDL and AHEAD > 0:
+    if PDL and AHEAD:
         if first < last:
-            stop = tl.minimum(end, begin + AHEAD)
+            stop = tl.minimum(end, begin + ahead)
             _prefetch(kv_ptr, table_ptr + row * table_stride, begin, stop, PAGE, PAGE_STRIDE, D, 32 * WARPS)
         gdc_wait()
     query = tl.arange(0, 16)
@@ -359,7 +360,7 @@ def constants(kv_heads: int, group: int, page_size: int, head_dim: int, config: 
         "MODE": config.mode,
         "STEP": max(1, min(32, _MERGE_ELEMENTS // (rows * head_dim))),
         "DEPTH": _MERGE_DEPTH,
-        "AHEAD": config.ahead,
+        "AHEAD": config.ahead > 0,
     }
 
 
@@ -403,6 +404,7 @@ def decode_attention(
         tables.stride(0),
         plan.segments,
         plan.workers,
+        config.ahead,
         **constants(kv_heads, group, page_size, head_dim, config),
         num_warps=config.warps,
         num_stages=config.stages,
