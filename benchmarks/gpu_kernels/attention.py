@@ -242,7 +242,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name(0)}; {len(jobs)} kernels compiled in {time.monotonic() - started:.0f} s")
 
     largest = max(sum(-(-n // PAGE) for n in lengths) for lengths in shapes.values())
-    elements = LAYERS[0] * largest * KV_HEADS * 2 * PAGE * HEAD_DIM
+    elements = max(LAYERS[0] * largest * KV_HEADS * 2 * PAGE * HEAD_DIM, FOOTPRINT)
     pool = torch.empty(elements, device="cuda", dtype=torch.bfloat16).normal_()
     check = Step([args.tokens, 1, 65, 1000, 16, 9999], pool)
     for config in [c for c in jobs if c not in failed]:

@@ -234,7 +234,7 @@ def sweep() -> Iterator[dict[str, Any]]:
             for warps in sorted({max(heads // 4, 1), max(heads // 2, 1)}):
                 constants = {"Q_HEADS": HEADS, "KV_HEADS": KV_HEADS, "DIM": DIM, "PAGE": PAGE, "HEADS": heads}
                 options = {**constants, "PAIRS": DIM // 2, "SPLITS": splits, "BIAS": False, "num_warps": warps}
-                options |= {"maxnreg": 128 if c.few else None, **pdl.options(True)}
+                options |= {"maxnreg": 168 if c.few else None, **pdl.options(True)}
                 grid = (m * triton.cdiv(HEADS + 2 * KV_HEADS, heads),)
 
                 def rope_call(c: Case = c, grid: Any = grid, options: Any = options) -> None:

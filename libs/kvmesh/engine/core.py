@@ -26,15 +26,15 @@ from kvmesh.engine.events import (
     Tokens,
     Usage,
 )
-from kvmesh.engine.failures import DeviceFailed, SequencesFailed
-from kvmesh.engine.flights import Flight, arrived, plan_ahead, take_off
+from kvmesh.engine.failures import DeviceFailed
 from kvmesh.engine.handoff import Handoff
 from kvmesh.engine.ledger import ExposureLedger
-from kvmesh.engine.runner import Runner, StepBatch, StepResult, as_async
+from kvmesh.engine.runner import Runner, StepBatch, as_async
 from kvmesh.engine.scheduler import Scheduler
 from kvmesh.engine.seqpages import SequencePages
 from kvmesh.engine.stall import StallWatch
-from kvmesh.engine.steprecords import StepMark, StepPoster, StepRecords
+from kvmesh.engine.steprecords import StepPoster, StepRecords
+from kvmesh.engine.steps import Steps
 from kvmesh.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -92,10 +92,6 @@ class EngineCore:
         self.config = config
         self.pool = PagePool(layout.num_pages)
         self.cache = PrefixCache(self.pool, layout.page_size, on_event=on_cache_event) if config.prefix_cache else None
-        self._runner = runner
-        self._async = as_async(runner) if config.overlap else None
-        self._flight: Flight | None = None
-        self._landed_at = 0.0
         # Released while a step in flight may be the one that computes them to their end.
         self._early_releases: list[RequestKey] = []
         self._on_events = on_events
@@ -123,6 +119,8 @@ class EngineCore:
                 ring, doorbell, notify or (lambda: None), layout.num_layers, layout.page_size, config.ring_wait_s,
                 lambda seconds: void(self._stop_sleep.wait(seconds)), poster,
             )  # fmt: skip
+        ahead = as_async(runner) if config.overlap else None
+        self._steps = Steps(runner, ahead, self.scheduler, self._records, self.counters, self._landed)
         self._cond = threading.Condition()
         # Guarded by _cond.
         self._inbox: list[Command] = []
@@ -281,27 +279,18 @@ class EngineCore:
         self._handle_inbox()
         self._expire()
         started = time.perf_counter()
-        batch = self._next_batch()
+        batch = self._steps.plan()
         self.counters.schedule_seconds += time.perf_counter() - started
         if batch is not None and self._records is not None:
             batch = self._publish(batch)
         self._flush()
-        ran = batch is not None
-        if self._async is not None:
-            ran = self._fly(batch)
-        elif batch is not None:
-            self._execute(batch)
+        ran = self._steps.run(batch)
         if self.config.check_integrity:
             self.pool.check_integrity()
             if self.cache is not None:
                 self.cache.check_integrity()
         self._after_step(ran)
         return ran
-
-    def _next_batch(self) -> StepBatch | None:
-        if self._records is not None and self._records.blocked:
-            return None
-        return self.scheduler.schedule() if self._flight is None else plan_ahead(self.scheduler, self._flight)
 
     def _run(self) -> None:
         try:
@@ -319,7 +308,7 @@ class EngineCore:
 
     def _fail(self, failure: KvmeshError) -> None:
         """The engine is of no use any more. What is in flight is left to itself: no page goes to anyone now."""
-        self._flight = None
+        self._steps.flight = None
         with self._cond:
             self._accepting = False
             self._failure = failure
@@ -334,7 +323,7 @@ class EngineCore:
     def _wait(self) -> None:
         """Sleep until there is a command, a deadline, or the end."""
         with self._cond:
-            if self._inbox or self._stopping:
+            if self._inbox or self._stopping or self._failure is not None:
                 return
             timeout = None
             if self._deadlines:
@@ -398,15 +387,21 @@ class EngineCore:
 
     def _expire(self) -> None:
         now = self._clock()
+        in_flight = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, key, first_token = heapq.heappop(self._deadlines)
+            entry = heapq.heappop(self._deadlines)
+            _, _, key, first_token = entry
             request = self.scheduler.requests.get(key)
             if request is None:
                 continue
             if not first_token:
                 self.scheduler.end(request, DeadlineExceeded("total time limit reached"))
+            elif request.waits_for_first_token and request.first_token_in_flight:
+                in_flight.append(entry)
             elif request.waits_for_first_token:
                 self.scheduler.end(request, DeadlineExceeded("no first token within its time limit"))
+        for entry in in_flight:
+            heapq.heappush(self._deadlines, entry)
 
     def _publish(self, batch: StepBatch) -> StepBatch | None:
         """Tell the sidecar what this step fills; with the ring full, those transfers fail and the rest goes on."""
@@ -421,110 +416,11 @@ class EngineCore:
             self.scheduler.end(request, Unavailable("the sidecar does not take step records"))
         return self.scheduler.drop_from_plan(batch, gone)
 
-    def _execute(self, batch: StepBatch) -> None:
-        records = self._records
-        on_layer = records.on_layer if records is not None else None
-        mark = records.mark if records is not None else None
-
-        def run() -> StepResult:
-            return self._runner.execute(batch, on_layer) if on_layer is not None else self._runner.execute(batch)
-
-        self._take_in(batch.step, run, mark, time.perf_counter())
-
-    def _take_in(
-        self, step: int, run: Callable[[], StepResult], mark: StepMark | None, started: float
-    ) -> KvmeshError | None:
-        """Run or await a step and take in what it computed; returns its failure, if it failed as a whole."""
-        scheduler, counters = self.scheduler, self.counters
-        failure: KvmeshError | None = None
-        try:
-            result = run()
-            elapsed = time.perf_counter() - started
-            scheduler.postprocess(result, elapsed)
-        except SequencesFailed as error:
-            counters.step_errors += 1
-            _log.error("sequences failed in step %d: %s", step, error)
-            elapsed = time.perf_counter() - started
-            scheduler.fail_step(error, error.seq_ids)
-            scheduler.postprocess(error.result, elapsed)
-        except DeviceFailed:
-            raise
-        except Exception as error:
-            counters.step_errors += 1
-            _log.exception("step %d failed", step)
-            elapsed = time.perf_counter() - started
-            failure = error if isinstance(error, KvmeshError) else Internal(f"step failed: {error!r}")
-            scheduler.fail_step(failure)
-            if self._records is not None and mark is not None:
-                self._records.step_failed(mark)
-        counters.steps += 1
-        counters.step_seconds += elapsed
-        return failure
-
-    # -- core thread, one step ahead
-
-    def _fly(self, batch: StepBatch | None) -> bool:
-        """Launch the batch, then take in the step that was in flight before. True if there was either."""
-        flight = self._flight
-        ahead = self._flight = self._launch(batch) if batch is not None else None
-        failure = self._land(flight) if flight is not None else None
-        if ahead is not None and (failure is not None or ahead.failure is not None):
-            self._flight = None
-            self._land(ahead, failure)
-        return flight is not None or ahead is not None
-
-    def _launch(self, batch: StepBatch) -> Flight:
-        """A launch that fails is told when the step before it was taken in."""
-        assert self._async is not None
-        records = self._records
-        on_layer = records.on_layer if records is not None else None
-        mark = records.mark if records is not None else None
-        flight = take_off(self.scheduler, batch, mark, time.perf_counter())
-        try:
-            launch = self._async.launch
-            flight.handle = launch(batch, on_layer) if on_layer is not None else launch(batch)
-        except DeviceFailed:
-            raise
-        except Exception as error:
-            _log.exception("step %d cannot be launched", batch.step)
-            flight.failure = error if isinstance(error, KvmeshError) else Internal(f"launch failed: {error!r}")
-        else:
-            if records is not None:
-                records.launched()
-        return flight
-
-    def _land(self, flight: Flight, failure: KvmeshError | None = None) -> KvmeshError | None:
-        """Wait for a step and take it in, or fail it, with `failure` whatever it computed; returns its failure."""
-
-        def run() -> StepResult:
-            try:
-                return self._await(flight, failure)
-            finally:
-                arrived(self.scheduler, flight)
-                if self._records is not None and flight.mark is not None:
-                    self._records.landed(flight.mark)
-
-        failed = self._take_in(flight.step, run, flight.mark, max(flight.launched_at, self._landed_at))
-        self._landed_at = time.perf_counter()
-        self.scheduler.pages.settle()
+    def _landed(self) -> None:
+        """A step was collected: now it is known what the releases that came meanwhile find."""
         early, self._early_releases = self._early_releases, []
         for key in early:
             self._release_now(key)
-        return failed
-
-    def _await(self, flight: Flight, failure: KvmeshError | None) -> StepResult:
-        if flight.failure is not None:
-            raise flight.failure
-        assert self._async is not None
-        if failure is None:
-            return self._async.collect(flight.handle)
-        try:
-            self._async.collect(flight.handle)
-        except DeviceFailed:
-            raise
-        except Exception as error:
-            _log.error("step %d, behind one that failed, failed too: %r", flight.step, error)
-        raise failure
 
     def _after_step(self, ran: bool) -> None:
         if ran:
@@ -534,7 +430,7 @@ class EngineCore:
             self._load = load
             self.scheduler.events.append(StepDone(self.load()))
         # What waits for room that others hold while their KV travels waits for the peer, which has limits of its own.
-        if self._flight is None and not load.running and (not load.waiting or load.transferring):
+        if self._steps.flight is None and not load.running and (not load.waiting or load.transferring):
             with self._cond:
                 if not self._inbox:
                     self._watch.idle()
@@ -564,12 +460,10 @@ class EngineCore:
     def _finish(self, error: KvmeshError) -> None:
         """End whatever lives, commands not handled yet included; what a step in flight computed is told first."""
         try:
-            self._flight, flight = None, self._flight
-            if flight is not None:
-                try:
-                    self._land(flight)
-                except DeviceFailed as failed:
-                    error = failed
+            try:
+                self._steps.land()
+            except DeviceFailed as failed:
+                error = failed
             self._handle_inbox()
             self._end_all(error)
         except Exception:

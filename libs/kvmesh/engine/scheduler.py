@@ -213,8 +213,8 @@ class Scheduler:
         self.counters.decode_tokens += decoded
         self.plan = []
 
-    def fail_step(self, error: KvmeshError, seq_ids: frozenset[int] | None = None) -> set[RequestKey]:
-        """The step failed, or these sequences of it: their requests end with `error`. Returns their keys.
+    def fail_step(self, error: KvmeshError, seq_ids: frozenset[int] | None = None) -> None:
+        """The step failed, or these sequences of it: their requests end with `error`.
 
         With seq_ids, the plan keeps the others' slices in order, for `postprocess` of a result without the failed; and
         the KV that they failed on leaves the prefix cache, or every request with that prefix would fail like them.
@@ -227,10 +227,10 @@ class Scheduler:
             self.plan = [p for p in self.plan if p.choice.seq_id not in seq_ids]
             self.pages.forget(failed)
         for choice in failed:
-            self.end(choice.request, error)
+            if choice.live:  # else the step was launched before it ended, and nobody wants its row
+                self.end(choice.request, error)
         if seq_ids is None:
             self._end_copies()
-        return {choice.request.key for choice in failed}
 
     def drop_from_plan(self, batch: StepBatch, requests: Sequence[Request]) -> StepBatch | None:
         """Take slices of requests that ended after `schedule` out of the step; None when nothing is left."""

@@ -139,6 +139,12 @@ class Request:
             return self.prefill_done_at is None
         return self.first_token_at is None
 
+    @property
+    def first_token_in_flight(self) -> bool:
+        """Whether a step in flight computes what that limit is about."""
+        root = self.root
+        return root.pending > 0 or (root.ahead > 0 and root.computed + root.ahead == root.total_len)
+
     def usage(self, now: float) -> Usage:
         admitted = self.admitted_at if self.admitted_at is not None else now
         prefilled = self.prefill_done_at if self.prefill_done_at is not None else now

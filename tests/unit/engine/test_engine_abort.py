@@ -107,8 +107,9 @@ RECIPES: dict[SeqState, list[Callable[[World], RequestKey]]] = {
 CASES = [pytest.param(state, recipe, id=recipe.__name__) for state, recipes in RECIPES.items() for recipe in recipes]
 
 
-def make_world() -> World:
-    return World(num_pages=10, page_size=4, chunk_size=4, max_batch=4, token_budget=8, max_model_len=60)
+def make_world(overlap: bool) -> World:
+    soon = (lambda: False) if overlap else None
+    return World(soon=soon, num_pages=10, page_size=4, chunk_size=4, max_batch=4, token_budget=8, max_model_len=60)
 
 
 def settle(world: World, key: RequestKey) -> None:
@@ -132,8 +133,9 @@ def test_every_live_state_has_a_recipe() -> None:
 
 @pytest.mark.parametrize("how", ["abort", "total deadline", "choices", "stop"])
 @pytest.mark.parametrize(("state", "recipe"), CASES)
-def test_end_in_every_state(state: SeqState, recipe: Callable[[World], RequestKey], how: str) -> None:
-    world = make_world()
+@pytest.mark.parametrize("overlap", [False, True])
+def test_end_in_every_state(state: SeqState, recipe: Callable[[World], RequestKey], how: str, overlap: bool) -> None:
+    world = make_world(overlap)
     key = recipe(world)
     track = world.tracks[key]
     request = world.core.scheduler.requests[key]

@@ -138,7 +138,7 @@ def test_fork_copy_survives_the_root_that_ends_with_its_first_token() -> None:
     world.core._flush()
     for admitted in world.tracks[other].admitted:
         assert not sources & set(admitted.pages)
-    world.core._execute(batch)
+    world.core._steps.run(batch)
     world.finish()
 
 

@@ -121,8 +121,12 @@ class World:
             on_failed=self.failures.append,
             **({} if threaded else {"clock": self.clock}),  # type: ignore[arg-type]
         )
+        if isinstance(self.runner, AsyncScripted):
+            self.runner.while_waiting = self._check_in_flight
+        self.log: list[CoreEvent] = []
         self.tracks: dict[RequestKey, Track] = {}
         self.serial = 0
+        self.cached: set[bytes] = set()
 
     # -- actions
 
@@ -340,6 +344,7 @@ class World:
     # -- the outside's reactions
 
     def _on_events(self, events: list[CoreEvent]) -> None:
+        self.log += [event for event in events if not isinstance(event, StepDone)]
         for event in events:
             if isinstance(event, StepDone):
                 continue
@@ -363,6 +368,26 @@ class World:
                 track.scored.append(event)
             else:
                 track.computed.append(event)
+
+    @property
+    def device(self) -> AsyncScripted:
+        assert isinstance(self.runner, AsyncScripted)
+        return self.runner
+
+    def _check_in_flight(self) -> None:
+        """What a launched step writes and copies is its own until it was collected, and no peer may write it."""
+        pool, size = self.core.pool, self.layout.page_size
+        if self.core.config.check_integrity:
+            pool.check_integrity()
+        for flight in self.device.flights:
+            for part in flight.batch.slices:
+                written = range(part.start // size, (part.start + len(part.token_ids) - 1) // size + 1)
+                for page in part.block_table[list(written)].tolist():
+                    assert pool.holds(part.seq_id, page)
+                    assert not pool.being_written(page)
+            for src, dst in flight.batch.copies:
+                assert pool.refcount(src) > 0
+                assert pool.refcount(dst) > 0
 
     def _before(self, batch: StepBatch) -> None:
         self.batches.append(batch)

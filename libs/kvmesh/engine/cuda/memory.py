@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -13,8 +12,6 @@ from kvmesh.engine.nvlink.host import address_of
 from kvmesh.errors import Unavailable
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.region import Region
-
-log = logging.getLogger(__name__)
 
 
 class CudaRunnerFace(Protocol):
@@ -28,6 +25,9 @@ class CudaRunnerFace(Protocol):
 
     def bind_cuda(self, layout: KvLayout, regions: Mapping[str, Any], doorbell: Any) -> None:
         """`bind`; doorbell None: somebody else rings."""
+
+    def ring(self, count: int) -> None:
+        """Queue rings that belong to no layer."""
 
 
 def gpu_memory(device: int, weights: int, workspaces: int) -> GpuMemory:
@@ -98,5 +98,5 @@ class PinnedRegions:
         """Unpin. Idempotent. No kernel may use them any more."""
         if self._registered:
             self._driver.set_device(self._device)
-        while self._registered:
-            self._driver.unregister_host(self._registered.pop())
+            while self._registered:
+                self._driver.unregister_host(self._registered.pop())

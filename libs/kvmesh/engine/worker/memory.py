@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,14 +10,17 @@ from typing import TYPE_CHECKING, cast
 
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.runner import Runner
-from kvmesh.errors import InvalidArgument
+from kvmesh.errors import InvalidArgument, KvmeshError
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.region import Region
 from kvmesh.kv.ring import DOORBELL_BYTES, Doorbell, StepRing
 
 if TYPE_CHECKING:
+    from kvmesh.engine.cuda.doorbell import HostBell
     from kvmesh.engine.cuda.memory import CudaRunnerFace
     from kvmesh.engine.nvlink.cuda_region import CudaRegion
+
+log = logging.getLogger(__name__)
 
 # Steps that the sidecar may be behind, each with one entry per sequence of the batch.
 RING_RECORDS = 256
@@ -89,21 +93,23 @@ class KvMemory:
         if any(not isinstance(region, Region) for region in self.regions.values()):
             device = cast("CudaRunnerFace", runner)
             device.bind_cuda(self.layout, self.regions, self.doorbell if self.staged is None else None)
+            if self.staged is None:
+                cast("HostBell", self.doorbell).ringer = device.ring
             return
         # Nobody sees what is rung there.
         mute = Doorbell(bytearray(DOORBELL_BYTES))
         runner.bind(self.layout, self.views(), self.doorbell if self.staged is None else mute)
 
     def close(self) -> None:
-        """Unmap everything."""
-        for undo in self.unpin:
-            undo()
-        self.unpin.clear()
-        self.doorbell.close()
-        self.ring.close()
+        """Unmap everything. What a device that has failed does not let go of goes with the process."""
         staged = () if self.staged is None else self.staged.regions.values()
-        for region in (*self.regions.values(), *staged, self.doorbell_region, self.ring_region):
-            region.close()
+        regions = (*self.regions.values(), *staged, self.doorbell_region, self.ring_region)
+        for close in (*self.unpin, self.doorbell.close, self.ring.close, *(region.close for region in regions)):
+            try:
+                close()
+            except KvmeshError as error:
+                log.warning("memory is not unmapped: %s", error.message)
+        self.unpin.clear()
 
 
 def cuda_memory(runner: Runner, settings: WorkerSettings, *, staging: bool) -> KvMemory:

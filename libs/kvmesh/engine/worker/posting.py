@@ -50,11 +50,13 @@ class Movers:
     staging: Staging | None = None
 
     def close(self) -> None:
-        """End their streams. Nothing is under way."""
-        if self.poster is not None:
-            self.poster.close()
-        if self.staging is not None:
-            self.staging.close()
+        """End their streams. Nothing is under way, unless the device has failed."""
+        for mover in (self.poster, self.staging):
+            try:
+                if mover is not None:
+                    mover.close()
+            except Exception as error:
+                log.warning("a stream does not end: %s", error)
 
 
 async def choose_route(settings: WorkerSettings, layout: KvLayout) -> Route:

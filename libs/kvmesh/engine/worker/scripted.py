@@ -1,7 +1,7 @@
 """The scripted runner from settings, with programmed faults from a file.
 
-The file is JSON: {"eos_after": tokens, "max_model_len": tokens, "fail_steps": [step, …], "hang_step": step,
-"hang_s": seconds}; every key may be left out. Steps count from 1.
+The file is JSON: {"eos_after": tokens, "max_model_len": tokens, "fail_steps": [step, …], "lost_step": step,
+"hang_step": step, "hang_s": seconds}; every key may be left out. Steps count from 1. lost_step: the device is lost then.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.config import WorkerSettings
+from kvmesh.engine.failures import DeviceFailed
 from kvmesh.engine.runner import StepBatch
 from kvmesh.engine.scripted import ScriptedModel, ScriptedRunner
 from kvmesh.errors import Internal, InvalidArgument
 from kvmesh.rpc.files import read_bounded
 
 MAX_FAULT_BYTES = 64 * 1024
-_KEYS = {"eos_after", "max_model_len", "fail_steps", "hang_step", "hang_s"}
+_KEYS = {"eos_after", "max_model_len", "fail_steps", "lost_step", "hang_step", "hang_s"}
 
 
 class Faults:
@@ -26,6 +27,7 @@ class Faults:
 
     def __init__(self, program: dict[str, Any]) -> None:
         self._fail = {int(step) for step in program.get("fail_steps", ())}
+        self._lost = int(program.get("lost_step", 0))
         self._hang = int(program.get("hang_step", 0))
         self._hang_s = float(program.get("hang_s", 0.0))
         self._never = threading.Event()
@@ -35,6 +37,8 @@ class Faults:
         self._step += 1
         if self._step == self._hang:
             self._never.wait(self._hang_s)
+        if self._step == self._lost:
+            raise DeviceFailed("the device is lost as programmed")
         if self._step in self._fail:
             raise Internal(f"step {self._step} fails as programmed")
 

@@ -139,6 +139,6 @@ def rope_append(
         BIAS=bias is not None,
         num_warps=max(block * pairs // PAIRS_PER_WARP, 1),
         # A bound for the assembler: its own choice spares registers by loading in several rounds.
-        maxnreg=128 if m <= LATENCY_ROWS else None,
+        maxnreg=168 if m <= LATENCY_ROWS else None,
         **launches.options(pdl),
     )

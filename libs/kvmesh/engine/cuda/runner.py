@@ -1,0 +1,437 @@
+"""The CUDA backend of `Runner`: steps are queued on one stream, one ahead of the one being read.
+
+A step of one-token rows alone replays a captured graph. Any other step (prompt chunks, with or without decode rows
+beside them) is launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kvmesh.engine.cuda.attention import DecodeAttention
+from kvmesh.engine.cuda.graphs import DecodeGraphs, ladder
+from kvmesh.engine.cuda.head import CudaHead
+from kvmesh.engine.cuda.metadata import StepMetadata, StepShape, shape_of
+from kvmesh.engine.cuda.sampler import DeviceSampler
+from kvmesh.engine.failures import DeviceFailed, SequencesFailed
+from kvmesh.engine.runner import ModelInfo, SampleInput, SliceResult, StepBatch, StepResult, TokenLogprobs
+from kvmesh.engine.sampling.logprobs import token_logprobs
+from kvmesh.engine.sampling.processors import needs_processing
+from kvmesh.errors import Internal, InvalidArgument, Unavailable
+from kvmesh.kv.layout import LAYOUT_VERSION, KvLayout
+from kvmesh.kv.ring import Doorbell
+from kvmesh.layers.cuda.doorbell import DeviceBell
+from kvmesh.layers.cuda.pages import copy_pages
+from kvmesh.layers.cuda.prefill_attention import PrefillAttention
+from kvmesh.layers.cuda.skinny import MAX_ROWS
+from kvmesh.layers.parallel import SINGLE, TensorParallel
+from kvmesh.loading.source import open_checkpoint, resolve
+from kvmesh.loading.weights import Progress, WeightReader
+from kvmesh.models.llama import LlamaWeights
+from kvmesh.models.llama_cuda import CudaLlama, Rows, Scratch
+
+log = logging.getLogger(__name__)
+
+NO_TOKEN = -1
+# Steps whose results are in pinned memory at a time: one runs, one is read, one is queued.
+TURNS = 3
+# Prompt logprobs need a row of the vocabulary per token: so many rows at a time.
+LOGPROB_ROWS = 64
+
+
+class HostBell(Protocol):
+    """The doorbell's host side, registered with the device."""
+
+    device_pointer: int
+
+    @property
+    def value(self) -> int: ...
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A queued step. places: of each slice of the batch, its tokens' part of the step's tokens."""
+
+    batch: StepBatch
+    places: list[slice]
+    tokens: torch.Tensor | None
+    done: torch.cuda.Event
+    prepared: Any = None
+    # (slice, hidden states of its tokens), where its prompt is scored.
+    scored: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+
+
+class CudaRunner:
+    """`AsyncRunner` on one GPU, or one rank of several. Not thread-safe: the engine core's thread alone calls it."""
+
+    def __init__(
+        self, model: CudaLlama, info: ModelInfo, *, max_batch: int = 256, token_budget: int = 8192,
+        max_model_len: int = 0, cuda_graphs: bool = True,
+    ) -> None:  # fmt: skip
+        """max_batch, token_budget: of a step. max_model_len 0: the model's."""
+        self.model = model
+        self.info = info
+        self.tp = model.tp
+        self.device = model.device
+        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.max_batch, self.token_budget = max_batch, max(token_budget, max_batch)
+        self.max_model_len = min(max_model_len or info.max_model_len, info.max_model_len)
+        # Measure: (start, end) of each step on the device.
+        self.record_events = False
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._graphs = DecodeGraphs(ladder(max_batch) if cuda_graphs else [])
+        self._layers: list[torch.Tensor] = []
+        self._last: dict[int, int] = {}
+        self._turn = 0
+        self._broken: str | None = None
+
+    @classmethod
+    def load(
+        cls, spec: str, dtype: str, device: torch.device | str, progress: Progress | None = None,
+        tp: TensorParallel = SINGLE, **options: Any,
+    ) -> CudaRunner:  # fmt: skip
+        """Load a model (`kvmesh.loading.source.resolve` says what a spec is) onto a GPU.
+
+        options: of `__init__`. InvalidArgument for what this backend does not serve, Unavailable where the memory is
+        not to be had; NotFound and DataLoss as the loaders raise them.
+        """
+        if dtype != "bf16":
+            raise InvalidArgument(f"dtype {dtype!r} is not served on CUDA, only bf16", details={"field": "dtype"})
+        device = torch.device(device)
+        checkpoint = open_checkpoint(resolve(spec))
+        try:
+            if checkpoint.config.mla is not None:
+                raise InvalidArgument("latent attention is not served on CUDA yet", details={"field": "model"})
+            with torch.inference_mode(), torch.cuda.device(device), told_what_to_lower("weights"):
+                reader = WeightReader(checkpoint, torch.bfloat16, progress)
+                model = CudaLlama(LlamaWeights(checkpoint.config, reader, tp), device)
+            described = checkpoint.describe()
+        finally:
+            checkpoint.close()
+        info = ModelInfo(
+            name=described.name,
+            revision=described.revision,
+            architecture=described.architecture,
+            vocab_size=described.vocab_size,
+            max_model_len=described.max_model_len,
+            num_layers=described.num_layers,
+            dtype=dtype,
+            eos_token_ids=described.eos_token_ids,
+            weight_bytes=described.weight_bytes,
+        )
+        return cls(model, info, **options)
+
+    # -- memory
+
+    def layout(self, page_size: int, num_pages: int) -> KvLayout:
+        """The architecture's one group, in bf16."""
+        return KvLayout(LAYOUT_VERSION, self.info.dtype, page_size, (self.model.kv_group,), num_pages, self.tp.size)
+
+    def workspace_bytes(self) -> int:
+        """Device memory that `bind_cuda` and the largest step take beside weights and KV, from above."""
+        c, model = self.model.config, self.model
+        # Of each row of a prompt: residual, normed, its product; q, k, v; attention; gate and up, their product.
+        row = 2 * (4 * c.hidden_size + 2 * model.qkv_width + 2 * model.q_width + 4 * model.wide)
+        logits = 4 * 2 * max(self.max_batch, MAX_ROWS) * c.vocab_size
+        return self.token_budget * row + logits + (1 << 30)
+
+    def bind(self, layout: KvLayout, regions: Mapping[str, memoryview], doorbell: Doorbell) -> None:
+        """Refused: this runner's pages are in device memory (`bind_cuda`)."""
+        raise Internal("a CUDA runner is bound with bind_cuda")
+
+    def bind_cuda(self, layout: KvLayout, regions: Mapping[str, Any], doorbell: HostBell | None) -> None:
+        """Adopt KV memory: arrays of bytes on the device (`__cuda_array_interface__`), one per group. Then everything
+        a step needs is allocated, compiled and captured. doorbell None: somebody else rings.
+
+        InvalidArgument when the layout is not this model's, Unavailable where memory is short.
+        """
+        if (
+            layout.fingerprint() != self.layout(layout.page_size, layout.num_pages).fingerprint()
+            or layout.tp != self.tp.size
+        ):
+            raise InvalidArgument("the kv layout is not this model's")
+        group = self.model.kv_group.name
+        if group not in regions:
+            raise InvalidArgument(f"no region for kv group {group!r}")
+        with self._on_device(), told_what_to_lower("workspaces and decode graphs"):
+            self._adopt(layout, regions[group], doorbell)
+            self._warm()
+            if self._graphs.sizes:
+                self._graphs.capture(self._decode, self.stream)
+            self.stream.synchronize()
+
+    def _adopt(self, layout: KvLayout, region: Any, doorbell: HostBell | None) -> None:
+        c, model, device = self.model.config, self.model, self.device
+        shape = layout.region_shape(self.model.kv_group.name)
+        count = int(np.prod(shape))
+        self._region = torch.as_tensor(region, device=device).view(torch.bfloat16)[:count].view(shape)
+        self._layers = list(self._region.unbind(0))
+        self._bell = None
+        if doorbell is not None:
+            self._bell = DeviceBell(device, doorbell.device_pointer, doorbell.value)
+        size = layout.page_size
+        pages_each = -(-self.max_model_len // size)
+        self._attention = DecodeAttention(
+            model.heads, model.kv_heads, c.head_dim, size, self.max_batch, device, model.pdl
+        )
+        self._metadata = StepMetadata(
+            self.token_budget + self.max_batch, self.max_batch, self.max_batch * pages_each, size, layout.num_pages,
+            c.vocab_size, self._attention, device,
+        )  # fmt: skip
+        self._prefill = PrefillAttention(
+            model.heads, model.kv_heads, c.head_dim, size, device, self.max_batch,
+            min(self.max_batch * pages_each, 1 << 22),
+        )  # fmt: skip
+        model.prepare(self.max_model_len)
+        self._scratch = Scratch(model)
+        self._head = CudaHead(model.head, self.max_batch, model.pdl)
+        # Padded like the head's rows, of which it reads `count`.
+        self._picked = torch.zeros(self._head.max_rows, c.hidden_size, dtype=torch.bfloat16, device=device)
+        self._sampler = DeviceSampler(c.vocab_size, self._head.max_rows, device)
+        # Tokens of a step: those of the head, or more where several choices begin from one prompt.
+        self._tokens = torch.zeros(4 * self._head.max_rows, dtype=torch.int32, device=device)
+        self._pinned = [torch.zeros(len(self._tokens), dtype=torch.int32, pin_memory=True) for _ in range(TURNS)]
+
+    def _warm(self) -> None:
+        """Run what steps run, so that nothing is compiled or allocated while requests wait. Slots of -1: no page is
+        written. The bell is left alone."""
+        bell, self._bell = self._bell, None
+        try:
+            for bucket in sorted({*self._graphs.sizes, 1, min(16, self.max_batch), self.max_batch}, reverse=True):
+                self._idle_columns(bucket, bucket)
+                self._decode(bucket)
+            rows = self.token_budget
+            self._idle_columns(rows, 0)
+            self._prefill.plan([1], [0], [np.zeros(1, np.int32)])
+            self._eager_rows(rows, 0)
+            self.stream.synchronize()
+        finally:
+            self._bell = bell
+
+    def _idle_columns(self, rows: int, decode: int) -> None:
+        columns = self._metadata.columns(rows, decode)
+        for column in (columns.tokens, columns.positions, columns.lengths, columns.row_start, columns.work):
+            column.zero_()
+        columns.slots.fill_(-1)
+
+    # -- a step's kernels
+
+    def _decode(self, bucket: int) -> None:
+        """All of a decode step of `bucket` rows, from columns to tokens."""
+        columns = self._metadata.columns(bucket, bucket)
+        rows = Rows(bucket, columns.tokens, columns.positions, columns.slots, self._tokens)
+
+        def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+            self._attention.run(q, self._layers[layer], columns, out, bucket)
+
+        scratch = self._scratch if bucket <= MAX_ROWS else None
+        hidden = self.model.forward(rows, self._layers, attend, bell=self._bell, scratch=scratch)
+        self._head(hidden, bucket)
+        self._tokens[:bucket].copy_(self._head.tokens[:bucket])
+
+    def _eager_rows(
+        self, rows: int, decode: int, kv_ready: Callable[[int], None] | None = None, bell: DeviceBell | None = None
+    ) -> torch.Tensor:
+        """Hidden states of a step that was planned and filled."""
+        columns = self._metadata.columns(rows, decode)
+
+        def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+            if decode:
+                self._attention.run(q[:decode], self._layers[layer], columns, out[:decode], decode)
+            if rows > decode:
+                self._prefill.run(q[decode:], self._layers[layer], out[decode:])
+
+        step = Rows(rows, columns.tokens, columns.positions, columns.slots, self._tokens)
+        return self.model.forward(step, self._layers, attend, bell=bell, kv_ready=kv_ready)
+
+    # -- steps
+
+    def launch(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> Flight:
+        """See `AsyncRunner.launch`."""
+        if not self._layers:
+            raise Internal("a step before bind_cuda")
+        if self._broken is not None:
+            raise DeviceFailed(self._broken)
+        self._metadata.check(batch)
+        shape = shape_of(batch)
+        samples = [(place, i) for place, i in enumerate(shape.order) if batch.slices[i].samples]
+        wanted = sum(len(batch.slices[i].samples) for _, i in samples)
+        if len(samples) > self._head.max_rows or wanted > len(self._tokens) or shape.rows > self._metadata.max_rows:
+            raise Internal(f"a step of {shape.rows} rows that samples {wanted} tokens is larger than planned for")
+        with self._on_device(), self._failing():
+            return self._queue(batch, shape, samples, on_layer)
+
+    def _queue(
+        self, batch: StepBatch, shape: StepShape, samples: Sequence[tuple[int, int]],
+        on_layer: Callable[[int], None] | None,
+    ) -> Flight:  # fmt: skip
+        whole = shape.decode == shape.rows == len(samples) and on_layer is None
+        bucket = self._graphs.bucket(shape.rows) if whole else 0
+        self._metadata.fill(batch, shape, self._last, bucket)
+        begin = self._mark()
+        if batch.copies:
+            copy_pages(self._region, *(self._indices(side) for side in zip(*batch.copies, strict=True)))
+        hidden: torch.Tensor | None = None
+        if bucket:
+            self._graphs.replay(bucket)
+        else:
+            if shape.chunks:
+                counts, starts, tables = zip(*shape.chunks, strict=True)
+                self._prefill.plan(counts, starts, tables)
+            hidden = self._eager_rows(shape.rows, shape.decode, on_layer, self._bell)
+            if samples:
+                last = [shape.last_row(place) for place, _ in samples]
+                torch.index_select(hidden, 0, self._indices(last), out=self._picked[: len(last)])
+                self._head(self._picked, len(last))
+                self._tokens[: len(last)].copy_(self._head.tokens[: len(last)])
+        flight = self._sample(batch, samples)
+        if begin is not None:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self.events.append((begin, end))
+        for place, i in enumerate(shape.order):
+            if batch.slices[i].prompt_logprobs is not None and hidden is not None:
+                flight.scored.append((i, hidden[shape.first_row[place] : shape.last_row(place) + 1]))
+        return flight
+
+    def _indices(self, numbers: Sequence[int]) -> torch.Tensor:
+        # From pinned memory: any other copy would wait for the step that runs.
+        return torch.tensor(numbers, dtype=torch.int64).pin_memory().to(self.device, non_blocking=True)
+
+    def _sample(self, batch: StepBatch, samples: Sequence[tuple[int, int]]) -> Flight:
+        """Tokens of the step, into device memory for the next one and into pinned memory for the host."""
+        places = [slice(0, 0)] * len(batch.slices)
+        at = 0
+        special = False
+        for _, i in samples:
+            chosen = batch.slices[i].samples
+            places[i] = slice(at, at + len(chosen))
+            at += len(chosen)
+            special = special or len(chosen) > 1 or any(_needs_sampler(sample) for sample in chosen)
+        prepared: Any = None
+        if special:
+            rows = [
+                (row, batch.slices[i].seq_id, sample, sample.pending)
+                for row, (_, i) in enumerate(samples)
+                for sample in batch.slices[i].samples
+            ]
+            prepared = self._sampler.prepare(rows)
+            self._sampler.run(self._head.logits, prepared, self._tokens[:at])
+        self._last = {batch.slices[i].seq_id: places[i].start for _, i in samples if len(batch.slices[i].samples) == 1}
+        tokens: torch.Tensor | None = None
+        if at:
+            self._turn = (self._turn + 1) % TURNS
+            tokens = self._pinned[self._turn][:at]
+            tokens.copy_(self._tokens[:at], non_blocking=True)
+        # Blocking: the core's thread sleeps while the step runs, and the next one is queued already.
+        done = torch.cuda.Event(blocking=True)
+        done.record()
+        return Flight(batch, places, tokens, done, prepared)
+
+    def collect(self, flight: Flight) -> StepResult:
+        """See `AsyncRunner.collect`. Raises SequencesFailed for sequences whose logits are not finite."""
+        with self._on_device(), self._failing():
+            flight.done.synchronize()
+            scored = {i: self._prompt_logprobs(flight.batch, i, hidden) for i, hidden in flight.scored}
+        tokens = flight.tokens.tolist() if flight.tokens is not None else []
+        scores: Sequence[TokenLogprobs | None] = ()
+        if flight.prepared is not None:
+            scores = self._sampler.finish(flight.prepared)
+        results, failed = [], []
+        for i, (slice_, place) in enumerate(zip(flight.batch.slices, flight.places, strict=True)):
+            mine = tokens[place]
+            if NO_TOKEN in mine:
+                failed.append(slice_.seq_id)
+                continue
+            logprobs = scores[place] if scores else (None,) * len(mine)
+            results.append(SliceResult(slice_.seq_id, mine, logprobs, scored.get(i, ())))
+        if failed:
+            raise SequencesFailed("the model's logits are not finite", failed, StepResult(results))
+        return StepResult(results)
+
+    def execute(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> StepResult:
+        """See `Runner.execute`."""
+        return self.collect(self.launch(batch, on_layer))
+
+    def _prompt_logprobs(self, batch: StepBatch, index: int, hidden: torch.Tensor) -> Sequence[TokenLogprobs]:
+        slice_ = batch.slices[index]
+        targets = [int(t) for t in slice_.token_ids[1:]]
+        if slice_.next_token is not None:
+            targets.append(slice_.next_token)
+        scores: list[TokenLogprobs] = []
+        for at in range(0, len(targets), LOGPROB_ROWS):
+            part = targets[at : at + LOGPROB_ROWS]
+            logits = torch.mm(hidden[at : at + len(part)], self.model.head.t()).float().cpu().numpy()
+            scores.extend(
+                token_logprobs(row, token, slice_.prompt_logprobs or 0) for row, token in zip(logits, part, strict=True)
+            )
+        return scores
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """These sequences have ended: what the sampler keeps for them goes."""
+        self._sampler.forget(seq_ids)
+
+    def close(self) -> None:
+        """Drop weights, graphs and KV views; whatever is queued is waited for, unless the device has failed."""
+        if self._broken is None and self._layers:
+            with self._on_device():
+                self.stream.synchronize()
+        self._graphs.close()
+        self._layers = []
+        for name in ("_region", "_head", "_scratch", "_sampler", "_attention", "_prefill", "_metadata", "model"):
+            if hasattr(self, name):
+                delattr(self, name)
+
+    # -- around
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if not self.record_events:
+            return None
+        begin = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        return begin
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A CUDA error leaves the process's context useless, and a step that broke off in the middle leaves the bell
+        behind: either way this runner is done."""
+        try:
+            yield
+        except (Internal, InvalidArgument):
+            raise
+        except torch.OutOfMemoryError as error:
+            self._broken = f"out of device memory in a step: lower token_budget or max_batch ({error})"
+            raise DeviceFailed(self._broken) from error
+        except RuntimeError as error:
+            self._broken = f"the device failed: {str(error).splitlines()[0] if str(error) else error!r}"
+            raise DeviceFailed(self._broken) from error
+
+
+def _needs_sampler(sample: SampleInput) -> bool:
+    params = sample.params
+    return params.temperature > 0 or params.want_logprobs or needs_processing(sample)
+
+
+@contextmanager
+def told_what_to_lower(what: str) -> Iterator[None]:
+    """Turns out of memory into Unavailable with the settings that help."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        raise Unavailable(
+            f"no device memory for {what} ({free >> 20} MiB of {total >> 20} are free): lower kv_memory_bytes or "
+            f"gpu_memory_utilization, max_batch, token_budget or max_model_len, or raise tp ({error})"
+        ) from error

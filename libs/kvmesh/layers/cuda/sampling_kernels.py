@@ -1,0 +1,284 @@
+"""The sampling kernel: one program a row goes over its logits a few times, which stay in L2 between the passes.
+
+Probability mass is counted in fixed point, 2^44 for the most likely token of a row: sums of integers do not depend on
+their order, so that neither atomics nor the batch around a row can change what it samples. A token below 2^-44 of the
+most likely one weighs nothing (at 128k tokens all of these together are less than 1e-8).
+
+The edges of top-k and top-p are exact values of logits, found digit by digit in the order-preserving integer image of
+fp32: 11, 11 and 10 bits, a histogram each, of counts for top-k and of mass for top-p.
+"""
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+
+BINS = tl.constexpr(2048)
+ONE = tl.constexpr(float(2**44))
+# e^-40 is less than 2^-44.
+LOWEST = tl.constexpr(-40.0)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2_HIGH = tl.constexpr(0.693145751953125)
+LN2_LOW = tl.constexpr(1.42860682030941723212e-6)
+NOTHING = tl.constexpr(-float("inf"))
+FAR = tl.constexpr(2**31 - 1)
+# Rounds of bisection for top-k's lower bound: the upper half of the image.
+ROUNDS = tl.constexpr(16)
+
+
+@triton.jit
+def ordered(x):  # type: ignore[no-untyped-def]
+    """fp32 → uint32 in the same order; -0 counts as 0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def unordered(key):  # type: ignore[no-untyped-def]
+    """The inverse of `ordered`."""
+    bits = key.to(tl.int32, bitcast=True)
+    return (bits ^ ((~bits >> 31) | -2147483648)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mass(x, peak, temperature, inverse):  # type: ignore[no-untyped-def]
+    """exp((x - peak) / temperature) in units of 2^-44, int64. The quotient is rounded as a division's, or nearly so."""
+    distance = x - peak
+    scaled = tl.maximum(distance * inverse, LOWEST - 1.0)
+    scaled += tl.fma(-scaled, temperature, distance) * inverse
+    scaled = tl.maximum(scaled, LOWEST)
+    exponent = tl.floor(scaled * LOG2E + 0.5)
+    rest = tl.fma(exponent, -LN2_LOW, tl.fma(exponent, -LN2_HIGH, scaled))
+    power = ((exponent.to(tl.int32) + (127 + 44)) << 23).to(tl.float32, bitcast=True)
+    return (tl.exp2(rest * LOG2E) * power).to(tl.int64)
+
+
+@triton.jit
+def lower_bound(best, count):  # type: ignore[no-untyped-def]
+    """A key that at least `count` values of `best` reach: its image's upper half as high as possible."""
+    keys = ordered(best)
+    low = tl.zeros((), tl.uint32)
+    for step in range(ROUNDS):
+        tried = low | (tl.full((), 1, tl.uint32) << (31 - step))
+        enough = tl.sum((keys >= tried).to(tl.int32)) >= count
+        low = tl.where(enough, tried, low)
+    return low
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def find_edge(  # type: ignore[no-untyped-def]
+    row,
+    bins,  # int64 (BINS,), this program's own
+    target,  # int64 > 0
+    lowest,  # keys below take no part
+    least,  # masses below take no part
+    peak,
+    temperature,
+    inverse,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """(the highest key such that the keys from it on reach `target` in count or in mass, what those above it have)."""
+    lanes = tl.arange(0, BLOCK)
+    numbers = tl.arange(0, BINS)
+    edge = tl.zeros((), tl.uint32)
+    above = tl.zeros((), tl.int64)
+    for digit in range(3):
+        shift = tl.maximum(21 - 11 * digit, 0)
+        width = tl.minimum(11, 10 + (2 - digit))
+        tl.store(bins + numbers, tl.zeros((BINS,), tl.int64))
+        tl.debug_barrier()
+        for start in range(0, VOCAB, BLOCK):
+            ids = start + lanes
+            x = tl.load(row + ids, mask=ids < VOCAB, other=NOTHING)
+            key = ordered(x)
+            # Two shifts: of one by all 32 bits nothing is promised.
+            live = (ids < VOCAB) & (key >= lowest) & (((key >> shift) >> width) == edge)
+            if WEIGHTED:
+                amount = mass(x, peak, temperature, inverse)
+                live &= amount >= least
+            else:
+                amount = tl.full((BLOCK,), 1, tl.int64)
+            at = (key >> shift).to(tl.int32, bitcast=True) & ((1 << width) - 1)
+            tl.atomic_add(bins + (BINS - 1 - at), amount, mask=live, sem="relaxed")
+        tl.debug_barrier()
+        # The atomics went by the first-level cache. The highest digit comes first.
+        held = tl.load(bins + numbers, cache_modifier=".cg")
+        reached = above + tl.cumsum(held)
+        chosen = tl.minimum(tl.sum((reached < target).to(tl.int32)), BINS - 1)
+        above += tl.sum(tl.where(numbers < chosen, held, 0))
+        edge = (edge << width) | (BINS - 1 - chosen).to(tl.uint32)
+        tl.debug_barrier()
+    return edge, above
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def block_sums(  # type: ignore[no-untyped-def]
+    row,
+    edge,
+    equals,  # how many of the tokens at the edge stay: those of the lowest ids
+    least,
+    peak,
+    temperature,
+    inverse,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """(mass that is kept, tokens at the edge in the blocks before), both (BLOCKS,)."""
+    lanes = tl.arange(0, BLOCK)
+    numbers = tl.arange(0, BLOCKS)
+    sums = tl.zeros((BLOCKS,), tl.int64)
+    befores = tl.zeros((BLOCKS,), tl.int32)
+    before = tl.zeros((), tl.int32)
+    each = mass(unordered(edge), peak, temperature, inverse)
+    each = tl.where(each >= least, each, 0)
+    for number in range((VOCAB + BLOCK - 1) // BLOCK):
+        ids = number * BLOCK + lanes
+        x = tl.load(row + ids, mask=ids < VOCAB, other=NOTHING)
+        key = ordered(x)
+        amount = mass(x, peak, temperature, inverse)
+        kept = (ids < VOCAB) & (key > edge) & (amount >= least)
+        count = tl.sum(((ids < VOCAB) & (key == edge)).to(tl.int32))
+        some = tl.minimum(tl.maximum(equals - before, 0), count)
+        total = tl.sum(tl.where(kept, amount, 0)) + some.to(tl.int64) * each
+        sums = tl.where(numbers == number, total, sums)
+        befores = tl.where(numbers == number, before, befores)
+        before += count
+    return sums, befores
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def lane_peaks(row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Each lane's largest logit and the lowest id that has it, (BLOCK,) both; whether any is NaN."""
+    lanes = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), NOTHING, tl.float32)
+    where = lanes
+    odd = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, VOCAB, BLOCK):
+        ids = start + lanes
+        x = tl.load(row + ids, mask=ids < VOCAB, other=NOTHING)
+        odd |= (x != x).to(tl.int32)
+        better = x > best
+        best = tl.where(better, x, best)
+        where = tl.where(better, ids, where)
+    return best, where, tl.max(odd)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def draw(  # type: ignore[no-untyped-def]
+    row,
+    noise,
+    edge,
+    equals,
+    least,
+    peak,
+    temperature,
+    inverse,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The first id up to which more than `noise` of the kept mass lies."""
+    sums, befores = block_sums(row, edge, equals, least, peak, temperature, inverse, VOCAB, BLOCK, BLOCKS)
+    total = tl.sum(sums)
+    goal = tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)
+    numbers = tl.arange(0, BLOCKS)
+    number = tl.sum((tl.cumsum(sums) <= goal).to(tl.int32))
+    goal -= tl.sum(tl.where(numbers < number, sums, 0))
+    before = tl.sum(tl.where(numbers == number, befores, 0))
+    ids = number * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(row + ids, mask=ids < VOCAB, other=NOTHING)
+    key = ordered(x)
+    amount = mass(x, peak, temperature, inverse)
+    equal = (ids < VOCAB) & (key == edge)
+    stays = equal & (before + tl.cumsum(equal.to(tl.int32)) <= equals)
+    kept = (ids < VOCAB) & (amount >= least) & ((key > edge) | stays)
+    reached = tl.cumsum(tl.where(kept, amount, 0))
+    return number * BLOCK + tl.sum((reached <= goal).to(tl.int32))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def sample_kernel(  # type: ignore[no-untyped-def]
+    logits,  # fp32 (R, VOCAB), contiguous
+    noise_ptr,  # fp64 (N,) in (0, 1)
+    top_p_ptr,  # fp64 (N,); 1: off
+    least_ptr,  # int64 (N,): mass that min_p asks of a token; 0: off
+    adjusted_ptr,  # int64 (N,): where the row after penalties is, in floats from `logits`; 0: the raw row is sampled
+    temperature_ptr,  # fp32 (N,); 0: greedy
+    inverse_ptr,  # fp32 (N,): 1 / temperature
+    row_ptr,  # int32 (N,): row of logits
+    top_k_ptr,  # int32 (N,), below VOCAB; 0: off
+    slot_ptr,  # int32 (N,): row of `state` that counts this sequence's tokens; -1: none
+    state,  # int32 (slots, VOCAB): 2 * times sampled + (in the prompt)
+    scratch,  # int64 (N, BINS)
+    tokens,  # int32 (N,) out
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # a power of two >= VOCAB / BLOCK
+    ALIGN: tl.constexpr,  # floats that the start of a row is a multiple of
+):
+    at = tl.program_id(0)
+    raw = tl.load(row_ptr + at).to(tl.int64) * VOCAB
+    offset = raw
+    best, where, odd = lane_peaks(logits + tl.multiple_of(raw, ALIGN), VOCAB, BLOCK)
+    peak = tl.max(best)
+    finite = (odd == 0) & (peak > NOTHING) & (peak < -NOTHING)
+    token = tl.full((), -1, tl.int32)
+    if finite:
+        adjusted = tl.load(adjusted_ptr + at)
+        if adjusted != 0:
+            best_after, where_after, _ = lane_peaks(logits + tl.multiple_of(adjusted, ALIGN), VOCAB, BLOCK)
+            # Where every token is banned the row stays as it was.
+            if tl.max(best_after) > NOTHING:
+                best = best_after
+                where = where_after
+                peak = tl.max(best_after)
+                offset = adjusted
+        token = tl.min(tl.where(best == peak, where, FAR))
+        row = logits + tl.multiple_of(offset, ALIGN)
+        temperature = tl.load(temperature_ptr + at)
+        if temperature > 0.0:
+            inverse = tl.load(inverse_ptr + at)
+            top_k = tl.load(top_k_ptr + at)
+            top_p = tl.load(top_p_ptr + at)
+            edge = ordered(tl.full((), NOTHING, tl.float32))
+            equals = tl.full((), FAR, tl.int32)
+            if top_k > 0:
+                lowest = tl.zeros((), tl.uint32)
+                # So many lanes have a logit of at least this, so only the few from it on are counted.
+                if top_k <= BLOCK:
+                    lowest = lower_bound(best, top_k)
+                edge, _ = find_edge(
+                    row,
+                    scratch + at * BINS,
+                    top_k.to(tl.int64),
+                    lowest,
+                    0,
+                    peak,
+                    temperature,
+                    inverse,
+                    VOCAB,
+                    BLOCK,
+                    False,
+                )
+            if top_p < 1.0:
+                sums, _ = block_sums(row, edge, equals, 0, peak, temperature, inverse, VOCAB, BLOCK, BLOCKS)
+                total = tl.sum(sums).to(tl.float64)
+                target = tl.maximum(tl.ceil(top_p * total).to(tl.int64), 1)
+                # Tokens below weigh less together than the tail that is cut.
+                least = tl.maximum(((1.0 - top_p) * total * (0.999 / VOCAB)).to(tl.int64), 1)
+                edge, above = find_edge(
+                    row, scratch + at * BINS, target, edge, least, peak, temperature, inverse, VOCAB, BLOCK, True
+                )
+                each = tl.maximum(mass(unordered(edge), peak, temperature, inverse), 1)
+                equals = tl.minimum((target - above + each - 1) // each, FAR).to(tl.int32)
+            least = tl.load(least_ptr + at)
+            token = draw(
+                row, tl.load(noise_ptr + at), edge, equals, least, peak, temperature, inverse, VOCAB, BLOCK, BLOCKS
+            )
+        slot = tl.load(slot_ptr + at)
+        if slot >= 0:
+            tl.atomic_add(state + slot.to(tl.int64) * VOCAB + token, 2, sem="relaxed")
+    tl.store(tokens + at, token)

@@ -1,0 +1,225 @@
+"""Llama and its look-alikes on a GPU: the same steps for a captured decode graph and for an eager step of prompts.
+
+A matrix product leaves partial sums (splits, rows, width) in any float type; whatever comes next in the model adds them
+up, so that splitting a product over the whole machine costs no launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from kvmesh.layers.cuda.activation import silu_mul
+from kvmesh.layers.cuda.doorbell import DeviceBell
+from kvmesh.layers.cuda.embed import embed
+from kvmesh.layers.cuda.norm import add_norm
+from kvmesh.layers.cuda.pdl import available
+from kvmesh.layers.cuda.rope import rope_append
+from kvmesh.layers.cuda.skinny import MAX_ROWS, row_bucket, skinny_gate_up, skinny_linear, splits_for
+from kvmesh.models.llama import LlamaWeights, full_group
+
+
+@dataclass(frozen=True, slots=True)
+class CudaBlock:
+    """One layer's weights on the device: (out, in) matrices, as in `BlockWeights`."""
+
+    attn_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """A step's rows on the device. tokens, positions int32 (R,), slots int64 (R,); R >= count, the rest is padding.
+    last: tokens of the step before."""
+
+    count: int
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    last: torch.Tensor
+
+
+class Attend(Protocol):
+    """q (R, heads, head_dim) over layer number `layer` → out (R, heads, head_dim), bf16."""
+
+    def __call__(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None: ...
+
+
+class Scratch:
+    """Activations of at most MAX_ROWS rows at addresses that never change. Contents are anybody's between two uses."""
+
+    def __init__(self, model: CudaLlama) -> None:
+        c = model.config
+        width = model.qkv_width
+        shapes = ((width, c.hidden_size), (c.hidden_size, model.q_width), (c.hidden_size, model.wide))
+        partial = max(
+            splits_for(m, n, k) * row_bucket(m) * n for n, k in shapes for m in (1, 2, 4, 8, 16, 32, 64, MAX_ROWS)
+        )
+
+        def take(count: int, dtype: torch.dtype) -> torch.Tensor:
+            # Zeros: rows that no kernel wrote yet are read by products whose result nobody reads; no NaN in them.
+            return torch.zeros(count, dtype=dtype, device=model.device)
+
+        self.partial = take(partial, torch.float32)
+        self.residual = take(MAX_ROWS * c.hidden_size, torch.bfloat16)
+        self.normed = take(MAX_ROWS * c.hidden_size, torch.bfloat16)
+        self.q = take(MAX_ROWS * model.q_width, torch.bfloat16)
+        self.attended = take(MAX_ROWS * model.q_width, torch.bfloat16)
+        self.act = take(MAX_ROWS * model.wide, torch.bfloat16)
+
+
+class CudaLlama:
+    """Weights on one GPU and the forward pass. Everything is queued on the current stream; nothing is waited for."""
+
+    backend = "cuda"
+
+    def __init__(self, weights: LlamaWeights, device: torch.device) -> None:
+        c = self.config = weights.config
+        self.device, self.tp = device, weights.tp
+        self.heads, self.kv_heads = weights.heads, weights.kv_heads
+        self.pdl = available(device)
+        self.rotary = weights.rotary
+
+        def here(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device)
+
+        def maybe(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else here(tensor)
+
+        self.embed, self.norm = here(weights.embed), here(weights.norm)
+        self.head = self.embed if weights.head is weights.embed else here(weights.head)
+        self.blocks = [
+            CudaBlock(
+                here(b.attn_norm), here(b.qkv), maybe(b.qkv_bias), here(b.out), maybe(b.out_bias), here(b.mlp_norm),
+                here(b.gate_up), maybe(b.gate_up_bias), here(b.down), maybe(b.down_bias),
+            )
+            for b in weights.blocks()
+        ]  # fmt: skip
+        self.kv_group = full_group(c)
+        self.q_width = self.heads * c.head_dim
+        self.qkv_width = self.q_width + 2 * self.kv_heads * c.head_dim
+        self.wide = self.blocks[0].down.shape[1]
+        self.cos_sin = torch.empty(0, c.head_dim, device=device)
+
+    def prepare(self, max_positions: int) -> None:
+        """Fill the rotary table for positions below max_positions."""
+        self.cos_sin = self.rotary.ensure(max_positions)[:max_positions].to(self.device)
+
+    def forward(
+        self, rows: Rows, layers: list[torch.Tensor], attend: Attend, *, bell: DeviceBell | None,
+        scratch: Scratch | None = None, kv_ready: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Normed hidden states bf16 (R, hidden).
+
+        layers: KV of each layer, (pages, kv_heads, 2, page_size, head_dim). bell: rung on the device for each layer
+        once its KV is in its pages. kv_ready(i): layer i's KV was queued. scratch: where at most MAX_ROWS rows live
+        (the products are then the memory-bound kind); None: allocate, and multiply by cuBLAS.
+        """
+        c, m, pdl = self.config, rows.count, self.pdl
+        run = _Skinny(self, scratch, m) if scratch is not None else _Blas(self, len(rows.tokens))
+        residual, normed = run.residual, run.normed
+        self._embed(rows, residual, m)
+        partials: torch.Tensor | None = None
+        bias: torch.Tensor | None = None
+        for i, block in enumerate(self.blocks):
+            add_norm(partials, bias, residual, block.attn_norm, c.rms_eps, normed, m, ring=None, pdl=pdl)
+            qkv = run.linear(normed, block.qkv)
+            rope_append(
+                qkv, block.qkv_bias, self.cos_sin, rows.positions, rows.slots, layers[i], run.q, m, pdl=pdl
+            )  # fmt: skip
+            if kv_ready is not None:
+                kv_ready(i)
+            attend(i, run.q, run.attended)
+            out = self._reduced(run.linear(run.attended.view(len(run.attended), -1), block.out))
+            add_norm(out, block.out_bias, residual, block.mlp_norm, c.rms_eps, normed, m, ring=bell, pdl=pdl)
+            partials = self._reduced(run.linear(run.gate_up(normed, block), block.down))
+            bias = block.down_bias
+        add_norm(partials, bias, residual, self.norm, c.rms_eps, normed, m, ring=None, pdl=pdl)
+        return normed
+
+    def _embed(self, rows: Rows, residual: torch.Tensor, m: int) -> None:
+        embed(rows.tokens, rows.last, self.embed, residual, m, pdl=self.pdl)
+
+    def _reduced(self, partials: torch.Tensor) -> torch.Tensor:
+        return partials
+
+
+class _Skinny:
+    """Products of few rows, in scratch memory."""
+
+    def __init__(self, model: CudaLlama, scratch: Scratch, m: int) -> None:
+        rows, c = row_bucket(m), model.config
+        self._model, self._scratch, self._m, self._rows = model, scratch, m, rows
+
+        def view(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
+            return buffer[: rows * (buffer.numel() // MAX_ROWS)].view(rows, *shape)
+
+        self.residual = view(scratch.residual, c.hidden_size)
+        self.normed = view(scratch.normed, c.hidden_size)
+        self.q = view(scratch.q, model.heads, c.head_dim)
+        self.attended = view(scratch.attended, model.heads, c.head_dim)
+        self.act = view(scratch.act, model.wide)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        n, k = weight.shape
+        splits = splits_for(self._m, n, k)
+        out = self._scratch.partial[: splits * self._rows * n].view(splits, self._rows, n)
+        skinny_linear(x, weight, out, self._m, pdl=self._model.pdl)
+        return out
+
+    def gate_up(self, x: torch.Tensor, block: CudaBlock) -> torch.Tensor:
+        if block.gate_up_bias is not None:
+            both = self.linear(x, block.gate_up).sum(0).add_(block.gate_up_bias).to(torch.bfloat16)
+            silu_mul(both, self.act, pdl=False)
+        else:
+            skinny_gate_up(x, block.gate_up, self.act, self._m, pdl=self._model.pdl)
+        return self.act
+
+
+class _Blas:
+    """Products of many rows; memory comes from torch's allocator."""
+
+    def __init__(self, model: CudaLlama, rows: int) -> None:
+        c = model.config
+
+        def new(*shape: int) -> torch.Tensor:
+            return torch.empty(rows, *shape, dtype=torch.bfloat16, device=model.device)
+
+        self._model = model
+        self.residual, self.normed = new(c.hidden_size), new(c.hidden_size)
+        self.q, self.attended = new(model.heads, c.head_dim), new(model.heads, c.head_dim)
+        self._act = new(model.wide)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, weight.t())[None]
+
+    def gate_up(self, x: torch.Tensor, block: CudaBlock) -> torch.Tensor:
+        both = torch.mm(x, block.gate_up.t())
+        if block.gate_up_bias is not None:
+            both += block.gate_up_bias
+        silu_mul(both, self._act, pdl=self._model.pdl)
+        return self._act
+
+
+def device_bytes(weights: Any) -> int:
+    """Bytes that a model's tensors take on the device."""
+    seen: dict[int, int] = {}
+    for block in weights.blocks:
+        for name in block.__slots__:
+            tensor = getattr(block, name)
+            if tensor is not None:
+                seen[tensor.data_ptr()] = tensor.nbytes
+    for tensor in (weights.embed, weights.norm, weights.head):
+        seen[tensor.data_ptr()] = tensor.nbytes
+    return sum(seen.values())
