@@ -12,7 +12,8 @@ from kvmesh.layers.cuda import pdl as launches
 _BLOCK = 1024
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Columns of a step may lie anywhere: one compiled kernel for all of them.
+@triton.jit(do_not_specialize_on_alignment=["tokens", "last"])  # type: ignore[untyped-decorator]
 def embed_kernel(  # type: ignore[no-untyped-def]
     tokens,  # (rows,) int32
     last,  # (rows of the step before,) int32

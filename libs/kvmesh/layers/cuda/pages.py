@@ -12,7 +12,7 @@ from kvmesh.layers.cuda import pdl as launches
 _BLOCK_BYTES = 16 << 10
 
 
-@triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["src", "dst"])  # type: ignore[untyped-decorator]
 def copy_pages_kernel(  # type: ignore[no-untyped-def]
     region,  # (layers, pages, ELEMENTS)
     layer_stride,  # elements

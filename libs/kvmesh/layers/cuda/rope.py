@@ -15,7 +15,8 @@ LATENCY_PAIRS, PAIRS = 256, 1024
 PAIRS_PER_WARP = 256
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Columns of a step may lie anywhere: one compiled kernel for all of them.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # type: ignore[untyped-decorator]
 def rope_append_kernel(  # type: ignore[no-untyped-def]
     qkv,  # (SPLITS, rows, (Q_HEADS + 2 KV_HEADS) DIM), any float dtype
     split_stride,
