@@ -176,6 +176,26 @@ def test_weights_by_tensor_maps(kernel_device: str, tma: int) -> None:
         torch.testing.assert_close(both[:m].float(), want, rtol=1e-2, atol=2e-3)
 
 
+def test_one_row_without_tensor_cores(kernel_device: str) -> None:
+    from kvmesh.layers.cuda.skinny import skinny_gate_up, skinny_linear
+    from kvmesh.layers.cuda.skinny_config import Config
+
+    for n, k, splits in ((200, 176, 2),) if INTERPRETED else ((200, 176, 2), (4096, 4096, 1)):
+        x, weight = operands(1, n, k, kernel_device)
+        full = x[:1].float() @ weight.float().T
+        config = Config(8, 128 if splits > 1 else 1024, 1, 4, splits=splits, gemv=True)
+        out = poisoned(config.num_splits(k), len(x), n, device=kernel_device)
+        skinny_linear(x, weight, out, 1, pdl=False, config=config)
+        torch.testing.assert_close(out[:, :1].sum(0), full, rtol=2e-3, atol=2e-3)
+        assert out[:, 1:].isnan().all()
+        both = poisoned(len(x), n // 2, device=kernel_device, dtype=torch.bfloat16)
+        skinny_gate_up(x, weight, both, 1, pdl=False, config=config)
+        gate, up = full.chunk(2, dim=1)
+        want = torch.nn.functional.silu(gate) * up
+        torch.testing.assert_close(both[:1].float(), want, rtol=1e-2, atol=2e-3)
+        assert both[1:].isnan().all()
+
+
 def test_splits_cover_k_and_none_is_empty() -> None:
     from kvmesh.layers.cuda.skinny_config import BUCKETS, config_for
 

@@ -13,6 +13,7 @@ import triton  # type: ignore[import-not-found]
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found]
 
 from kvmesh.layers.cuda import pdl as launches
+from kvmesh.layers.cuda import skinny_gemv as gemv
 from kvmesh.layers.cuda import skinny_kernels as kernels
 from kvmesh.layers.cuda.skinny_config import (
     MAX_ROWS,
@@ -49,6 +50,19 @@ def skinny_linear(
     _check(x, weight, m, k)
     if out.shape != (splits, x.shape[0], n):
         raise ValueError(f"out has shape {tuple(out.shape)}, not {(splits, x.shape[0], n)}")
+    if config.gemv and m == 1:
+        gemv.linear[(triton.cdiv(n, config.block_n), splits)](
+            x,
+            weight,
+            out,
+            n,
+            k,
+            config.split_columns(k),
+            out.stride(0),
+            **_gemv_options(config, n, k),
+            **launches.options(pdl),
+        )
+        return
     kernels.linear[(triton.cdiv(n, config.block_n), splits)](
         *_operands(x, weight, m, config),
         out,
@@ -70,6 +84,11 @@ def skinny_gate_up(
     _check(x, weight, m, k)
     if out.shape != (x.shape[0], n // 2):
         raise ValueError(f"out has shape {tuple(out.shape)}, not {(x.shape[0], n // 2)}")
+    if config.gemv and m == 1:
+        gemv.gate_up[(triton.cdiv(n // 2, config.block_n),)](
+            x, weight, out, n // 2, k, **_gemv_options(config, n // 2, k), **launches.options(pdl)
+        )
+        return
     kernels.gate_up[(triton.cdiv(n // 2, config.block_n),)](
         *_operands(x, weight, m, config),
         out,
@@ -159,6 +178,17 @@ def _options(kind: Kind, config: Config, rows: int, n: int, k: int) -> dict[str,
         "TMA": config.tma,
         "COLUMNS": config.prefetch,
         "PIECES": max(1, 32 * config.warps // config.block_n),
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+    }
+
+
+def _gemv_options(config: Config, n: int, k: int) -> dict[str, Any]:
+    return {
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "EVEN_N": n % config.block_n == 0,
+        "EVEN_K": k % config.block_k == 0,
         "num_warps": config.warps,
         "num_stages": config.stages,
     }

@@ -32,6 +32,7 @@ class Config:
     warps: int
     splits: int = 1  # of K, at most; linear only
     tma: int = 0  # 0: every thread copies its 16 bytes; 1: weights by tensor maps; 2: x too
+    gemv: bool = False  # one row, without tensor cores; no head
     prefetch: int = 0  # columns of a block's weight rows that are asked for into L2 before the wait
 
     def split_columns(self, k: int) -> int:
@@ -45,6 +46,8 @@ class Config:
 
     def shared_bytes(self, rows: int, kind: Kind) -> int:
         """Shared memory of the pipeline's buffers, about."""
+        if self.gemv:
+            return 0
         tiles = 2 if kind == "gate_up" else 1
         return self.stages * self.block_k * (tiles * self.block_n + rows) * 2
 
@@ -54,7 +57,8 @@ def even_splits(blocks: int, most: int) -> int:
     return max(s for s in range(1, max(1, most) + 1) if s * -(-blocks // s) <= blocks * 1.1)
 
 
-# (kind, rows, n, k) of which a configuration was measured to be better than the rules' own.
+# What was measured to be better than the rules' own, by (kind, rows, n, k): rows is a bucket, or 1 for one row alone;
+# k is 0 for a head.
 MEASURED: dict[tuple[Kind, int, int, int], Config] = {}
 
 
@@ -62,7 +66,8 @@ MEASURED: dict[tuple[Kind, int, int, int], Config] = {}
 def config_for(kind: Kind, m: int, n: int, k: int) -> Config:
     """The configuration of a product of m rows with n outputs (gate_up: of both halves together) and k inputs."""
     rows = row_bucket(m)
-    return MEASURED.get((kind, rows, n, k)) or _by_rule(kind, rows, n, k)
+    alone = MEASURED.get((kind, 1, n, k)) if m == 1 else None
+    return alone or MEASURED.get((kind, rows, n, k)) or _by_rule(kind, rows, n, k)
 
 
 def _by_rule(kind: Kind, rows: int, n: int, k: int) -> Config:
