@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
+from kvmesh.config import WorkerSettings
 from kvmesh.engine.runner import SamplingParams
-from kvmesh.engine.scripted import scripted_output
-from worker_kit import Client, cluster, prompt
+from kvmesh.engine.scripted import ScriptedRunner, scripted_output
+from kvmesh.engine.worker.posting import Route, choose_route
+from worker_kit import WAIT_S, Client, Node, cluster, prompt
 
 PAIR = {"prefill-0": "prefill", "decode-0": "decode"}
 
@@ -54,3 +59,32 @@ async def test_one_end_through_staging_and_the_other_not(tmp_path: Path) -> None
                 assert reply.finished.transport == "shm"
         for node in nodes.values():
             await node.idle()
+
+
+@pytest.mark.parametrize(("transports", "route"), [("nvlink,shm", Route.NVLINK), ("shm,tcp", Route.STAGING)])
+async def test_an_engine_on_a_gpu_asks_its_sidecar_first(tmp_path: Path, transports: str, route: Route) -> None:
+    """And the sidecar takes the engine itself afterwards."""
+    async with AsyncExitStack() as stack:
+        flags = ["--runner", "scripted", "--num-pages", "64"]
+        node = Node("decode-0", "decode", tmp_path, stack, flags, ["--transports", transports])
+        await node.start_sidecar()
+        settings = WorkerSettings(device="cuda", sidecar_socket=tmp_path / "decode-0.sock")
+        assert await choose_route(settings, ScriptedRunner().layout(64, 1)) is route
+        await node.start_worker()
+
+
+async def test_a_lost_device_ends_the_process(tmp_path: Path) -> None:
+    """One terminal for each request, then exit status 1."""
+    faults = tmp_path / "faults.json"
+    faults.write_text(json.dumps({"lost_step": 4}))
+    async with cluster(tmp_path, {"decode-0": "decode"}, workers=["--scripted-faults", str(faults)]) as nodes:
+        node = nodes["decode-0"]
+        async with Client(node) as client:
+            replies = [await client.submit(prompt(20, n), []) for n in range(3)]
+            for reply in replies:
+                await reply.wait()
+                assert reply.end is not None
+                assert reply.end.error.reason == "UNAVAILABLE"
+            async with asyncio.timeout(WAIT_S):
+                assert await node.worker.wait() == 1
+            assert [reply.ends for reply in replies] == [1, 1, 1]

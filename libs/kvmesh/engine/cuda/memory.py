@@ -15,7 +15,8 @@ from kvmesh.kv.region import Region
 
 
 class CudaRunnerFace(Protocol):
-    """What a runner on a GPU has beside `kvmesh.engine.runner.Runner`: see `kvmesh.engine.cuda.runner`."""
+    """What a runner on a GPU has beside `kvmesh.engine.runner.Runner`: see `kvmesh.engine.cuda.runner`. It may have
+    `ring(count)`, which queues rings that belong to no layer."""
 
     stream: Any
     """torch.cuda.Stream on which it queues."""
@@ -25,9 +26,6 @@ class CudaRunnerFace(Protocol):
 
     def bind_cuda(self, layout: KvLayout, regions: Mapping[str, Any], doorbell: Any) -> None:
         """`bind`; doorbell None: somebody else rings."""
-
-    def ring(self, count: int) -> None:
-        """Queue rings that belong to no layer."""
 
 
 def gpu_memory(device: int, weights: int, workspaces: int) -> GpuMemory:

@@ -1,7 +1,8 @@
 """The scripted runner from settings, with programmed faults from a file.
 
 The file is JSON: {"eos_after": tokens, "max_model_len": tokens, "fail_steps": [step, …], "lost_step": step,
-"hang_step": step, "hang_s": seconds}; every key may be left out. Steps count from 1. lost_step: the device is lost then.
+"hang_step": step, "hang_s": seconds}; every key may be left out. Steps count from 1. lost_step: there the device is
+lost.
 """
 
 from __future__ import annotations
