@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.engine.parallel.wire import MAX_NOTE_BYTES, Kind, pack_step, recv_frame, send_frame, send_note, unpack_step
+from kvmesh.engine.parallel.wire import (
+    MAX_NOTE_BYTES,
+    Kind,
+    is_layered,
+    pack_step,
+    recv_frame,
+    send_frame,
+    send_note,
+    unpack_step,
+)
 from kvmesh.engine.runner import PENDING, SampleInput, SamplingParams, Slice, StepBatch
 from kvmesh.errors import DataLoss, TooLarge
 
@@ -61,6 +70,13 @@ def test_a_rank_sees_the_same_step(batch: StepBatch) -> None:
         assert ours.block_table[:need].tolist() == theirs.block_table.tolist()
         # The number of collectives of a step hangs on it.
         assert scored(ours) == scored(theirs)
+        # And the order of its rows on this.
+        assert (ours.prompt_logprobs is None) == (theirs.prompt_logprobs is None)
+
+
+@given(batches, st.booleans())
+def test_a_rank_knows_whether_its_leader_goes_layer_by_layer(batch: StepBatch, layered: bool) -> None:
+    assert is_layered(pack_step(batch, PAGE, layered)) == layered
 
 
 @given(batches, st.data())

@@ -122,7 +122,7 @@ class AheadRunner:
         """See `AsyncRunner.launch`."""
         self._check()
         plan = self._shard.prepare(batch)
-        body = pack_step(batch, self._page_size)
+        body = pack_step(batch, self._page_size, on_layer is not None)
         with self._or_lost(f"in step {batch.step}"):
             # Sent first: what the leader queues may fill its launch queue, which empties only with their help.
             self.ranks.send_step(body, self._timeout_s)

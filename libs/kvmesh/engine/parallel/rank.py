@@ -22,8 +22,7 @@ from typing import Any
 from kvmesh.engine.failures import SequencesFailed
 from kvmesh.engine.parallel.backends import RankBackend, backend_of
 from kvmesh.engine.parallel.slots import StepSlots, bytes_for
-from kvmesh.engine.parallel.wire import Kind, expect, recv_frame, send_frame, send_note, unpack_step
-from kvmesh.engine.runner import StepBatch
+from kvmesh.engine.parallel.wire import Kind, expect, is_layered, recv_frame, send_frame, send_note, unpack_step
 from kvmesh.errors import DataLoss, KvmeshError, Unavailable
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.region import Region
@@ -101,9 +100,9 @@ class Rank:
                 if frame is None:
                     raise Unavailable("the leader is gone")
                 if frame.kind is Kind.SLOT:
-                    self.step(unpack_step(slots.take(self._rank, int.from_bytes(frame.body, "little"))))
+                    self.step(slots.take(self._rank, int.from_bytes(frame.body, "little")))
                 elif frame.kind is Kind.STEP:
-                    self.step(unpack_step(frame.body))
+                    self.step(frame.body)
                 elif frame.kind is Kind.BIND:
                     layout = self._layout = KvLayout.from_dict(frame.note()["layout"])
                     self.bind(layout)
@@ -144,8 +143,9 @@ class Rank:
         assert self._layout is not None
         self._sidecar = SidecarThread(note, self._rank, self._layout, self._regions)
 
-    def step(self, batch: StepBatch) -> None:
-        """Compute it and say so."""
+    def step(self, body: bytes) -> None:
+        """Compute a packed step and say so."""
+        batch = unpack_step(body)
         self._runner.compute(batch, self._runner.prepare(batch), score=False)
         send_frame(self._sock, Kind.DONE)
 
@@ -174,11 +174,14 @@ class AheadRank(Rank):
         self._regions = self._backend.regions(layout, self._rank)
         self._runner.bind_cuda(layout, self._regions, None)
 
-    def step(self, batch: StepBatch) -> None:
-        """Launch it, once there is place for it: the leader has collected all but one of those before."""
+    def step(self, body: bytes) -> None:
+        """Launch a packed step, once there is place for it: the leader has collected all but one of those before."""
+        batch = unpack_step(body)
         while len(self._flights) >= AHEAD:
             self._collect()
-        self._flights.append(self._runner.launch_prepared(batch, self._runner.prepare(batch)))
+        # A leader that is told of each layer may go another way through the model.
+        on_layer = (lambda layer: None) if is_layered(body) else None
+        self._flights.append(self._runner.launch_prepared(batch, self._runner.prepare(batch), on_layer))
 
     def _collect(self) -> None:
         # What was sampled is the leader's to judge.

@@ -4,9 +4,10 @@ A frame is u32 length of the body, u8 kind, 3 bytes of zero, then the body. Lead
 SLOT (a step that lies in shared memory: its u64 number, see `slots`), STOP; rank to leader: HELLO (torch is there),
 READY (weights are loaded), BOUND, DONE (a step; not where steps are launched ahead), FAILED (and it ends).
 
-The body of STEP, little-endian: u64 step, u32 slices, u32 copies; int64 (slices, 6): sequence id, start, tokens, pages,
-tokens that are sampled from the last position's logits, rows of prompt logprobs; then int32: copies as (source,
-destination), the tokens of all slices (-1: PENDING), their pages.
+The body of STEP, little-endian: u64 step, u32 slices, u32 copies, u32 flags (1: layer by layer), u32 zero; int64
+(slices, 6): sequence id, start, tokens, pages, tokens that are sampled from the last position's logits, 0 without
+prompt logprobs and else 1 + their rows; then int32: copies as (source, destination), the tokens of all slices (-1:
+PENDING), their pages. A rank takes the same path through a step as the leader: whatever that hangs on is here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ MAX_FRAME_BYTES = 64 << 20
 # Of everything but a step.
 MAX_NOTE_BYTES = 1 << 20
 _HEADER = struct.Struct("<IB3x")
-_STEP = struct.Struct("<QII")
+_STEP = struct.Struct("<QIIII")
+_LAYERED = 1
 _COLUMNS = 6
 # A rank only needs to know how many tokens a row gets: the leader samples them.
 _SAMPLED = (SampleInput(SamplingParams(), 0, 0, (), ()),)
@@ -123,8 +125,8 @@ def expect(frame: Frame | None, kind: Kind) -> Frame:
     return frame
 
 
-def pack_step(batch: StepBatch, page_size: int) -> bytes:
-    """The body of STEP. Raises TooLarge."""
+def pack_step(batch: StepBatch, page_size: int, layered: bool = False) -> bytes:
+    """The body of STEP. layered: the leader is told of each layer. Raises TooLarge."""
     slices = batch.slices
     meta: list[int] = []
     columns: list[npt.NDArray[np.int32]] = []
@@ -133,7 +135,7 @@ def pack_step(batch: StepBatch, page_size: int) -> bytes:
         count = len(s.token_ids)
         # What was reserved ahead is of no use to a rank.
         table = s.block_table[: -(-(s.start + count) // page_size)]
-        scored = 0 if s.prompt_logprobs is None else count - 1 + (s.next_token is not None)
+        scored = 0 if s.prompt_logprobs is None else count + (s.next_token is not None)
         meta += (s.seq_id, s.start, count, len(table), len(s.samples), scored)
         columns.append(s.token_ids)
         tables.append(table)
@@ -142,7 +144,7 @@ def pack_step(batch: StepBatch, page_size: int) -> bytes:
     columns += tables
     body = b"".join(
         [
-            _STEP.pack(batch.step, len(slices), len(batch.copies)),
+            _STEP.pack(batch.step, len(slices), len(batch.copies), _LAYERED if layered else 0, 0),
             np.array(meta, dtype="<i8").tobytes(),
             np.concatenate(columns, dtype="<i4", casting="same_kind").tobytes() if columns else b"",
         ]
@@ -156,7 +158,7 @@ def unpack_step(body: bytes) -> StepBatch:
     """Inverse of `pack_step`, but for what only the sampler needs. Raises DataLoss."""
     if len(body) < _STEP.size:
         raise DataLoss("a step is cut")
-    step, count, num_copies = _STEP.unpack_from(body)
+    step, count, num_copies, *_ = _STEP.unpack_from(body)
     at = _STEP.size
     if len(body) < at + count * _COLUMNS * 8 + num_copies * 8:
         raise DataLoss("a step is cut")
@@ -180,7 +182,12 @@ def unpack_step(body: bytes) -> StepBatch:
         set_table(s, rest[page_at:page_end])
         set_samples(s, _SAMPLED if sampled == 1 else _SAMPLED * sampled)
         set_scored(s, 0 if scored else None)
-        set_next(s, 0 if scored == tokens else None)
+        set_next(s, 0 if scored == tokens + 1 else None)
         slices.append(s)
         token_at, page_at = token_end, page_end
     return StepBatch(step, slices, copies)
+
+
+def is_layered(body: bytes) -> bool:
+    """Whether the leader is told of each layer of a step that was unpacked."""
+    return bool(_STEP.unpack_from(body)[3] & _LAYERED)
