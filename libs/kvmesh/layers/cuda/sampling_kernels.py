@@ -101,14 +101,14 @@ def find_edge(  # type: ignore[no-untyped-def]
             else:
                 amount = tl.full((BLOCK,), 1, tl.int64)
             at = (key >> shift).to(tl.int32, bitcast=True) & ((1 << width) - 1)
-            tl.atomic_add(bins + (BINS - 1 - at), amount, mask=live, sem="relaxed")
+            tl.atomic_add(bins + (-at + (BINS - 1)), amount, mask=live, sem="relaxed")
         tl.debug_barrier()
         # The atomics went by the first-level cache. The highest digit comes first.
         held = tl.load(bins + numbers, cache_modifier=".cg")
         reached = above + tl.cumsum(held)
         chosen = tl.minimum(tl.sum((reached < target).to(tl.int32)), BINS - 1)
         above += tl.sum(tl.where(numbers < chosen, held, 0))
-        edge = (edge << width) | (BINS - 1 - chosen).to(tl.uint32)
+        edge = (edge << width) | (-chosen + (BINS - 1)).to(tl.uint32)
         tl.debug_barrier()
     return edge, above
 
