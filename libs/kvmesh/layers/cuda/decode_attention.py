@@ -40,7 +40,8 @@ class AttentionConfig:
     blocks: per SM, all resident. tile: tokens a step of the loop. mode: who computes what: 0 `_plain`, 1 `_swapped`,
     2 `_apart`.
     ahead: tokens per block whose KV is brought into L2 before the kernels before this one have ended; 0: none. Needs
-    tables and work list to be complete before the first kernel of the chain of dependent launches starts.
+    tables and work list to be complete before the first kernel of the chain of dependent launches starts. registers: at
+    most so many a thread, for the blocks to fit; 0: as the compiler likes.
     """
 
     blocks: int = 2
@@ -49,6 +50,7 @@ class AttentionConfig:
     stages: int = 4
     mode: int = 0
     ahead: int = 0
+    registers: int = 0
 
     def plan(self, rows: int, kv_heads: int, sms: int) -> WorkPlan:
         """A bucket's work list, for a GPU of so many SMs."""
@@ -219,12 +221,15 @@ def _merge(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out (GROUP, D) = the splits' outputs weighted by 2^lse, STEP of them at a time."""
+    """out (GROUP, D) = the splits' outputs weighted by 2^lse.
+
+    Of every STEP splits each has a lane, so that the loop only adds; the lanes are summed behind it.
+    """
     head = tl.arange(0, ROWS)
     column = tl.arange(0, D)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, D), tl.float32)
+    top = tl.full((STEP, ROWS), float("-inf"), tl.float32)
+    total = tl.zeros((STEP, ROWS), tl.float32)
+    acc = tl.zeros((STEP, ROWS, D), tl.float32)
     for first in tl.range(0, splits, STEP, num_stages=DEPTH):
         split = first + tl.arange(0, STEP)
         mask = (split < splits)[:, None] & (head < GROUP)[None, :]
@@ -237,14 +242,18 @@ def _merge(  # type: ignore[no-untyped-def]
             other=0.0,
             cache_modifier=".cg",
         )
-        peak = tl.maximum(top, tl.max(lse, 0))
+        peak = tl.maximum(top, lse)
         base = tl.where(peak == float("-inf"), 0.0, peak)
-        weight = tl.exp2(lse - base[None, :])
+        weight = tl.exp2(lse - base)
         fade = tl.exp2(top - base)
         top = peak
-        total = total * fade + tl.sum(weight, 0)
-        acc = acc * fade[:, None] + tl.sum(part * weight[:, :, None], 0)
-    value = acc / total[:, None]
+        total = total * fade + weight
+        acc = acc * fade[:, :, None] + part * weight[:, :, None]
+    # Lanes beyond the last split and heads beyond the group have no maximum.
+    peak = tl.max(top, 0)
+    weight = tl.exp2(top - tl.where(peak == float("-inf"), 0.0, peak)[None, :])
+    total = tl.maximum(tl.sum(total * weight, 0), 1e-30)
+    value = tl.sum(acc * weight[:, :, None], 0) / total[:, None]
     mask = (head < GROUP)[:, None]
     tl.store(out_ptr + head[:, None] * D + column[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -408,5 +417,6 @@ def decode_attention(
         **constants(kv_heads, group, page_size, head_dim, config),
         num_warps=config.warps,
         num_stages=config.stages,
+        **({"maxnreg": config.registers} if config.registers else {}),
         **pdl_rule.options(pdl),
     )
