@@ -15,6 +15,8 @@ from kvmesh.layers.cuda import pdl as launches
 
 # Triton's interpreter multiplies bf16 as the integers that it keeps it in.
 _WIDEN = tl.constexpr(launches.INTERPRETED)
+# Blocks that can be resident beside the kernel before, two an SM; those that start later have nothing to wait for.
+_FIRST_WAVE = tl.constexpr(264)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -223,7 +225,7 @@ def head(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0)
     first = tile * BLOCK_N
     if PDL:
-        if COLUMNS > 0:
+        if COLUMNS > 0 and tile < _FIRST_WAVE:
             _prefetch(w_ptr, first, N, 0, K, K, BLOCK_N, COLUMNS, PIECES)
         gdc_wait()
     acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
