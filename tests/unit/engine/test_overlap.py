@@ -527,6 +527,38 @@ def test_a_release_before_the_failure_does_not_block_for_good() -> None:
     world.check_end()
 
 
+def test_the_count_is_caught_up_when_nothing_rings_by_itself_any_more() -> None:
+    """The failed step's transfer is gone before the step behind it, which rings as ever, was collected."""
+    world = late(num_pages=60)
+    records = spy(world)
+    other = world.submit(base=1, length=5, max_tokens=20)
+    key = prefill(world, length=8)
+    world.step()
+    assert len(world.device.flights[-1].batch.slices) == 2
+    world.device.fail_collect = [RuntimeError("planned")]
+    world.device.silent = True
+    world.release(key)
+    world.step()
+    assert not world.device.flights
+    assert world.tracks[key].over
+    assert world.tracks[other].over
+    assert world.doorbell.value == records[-1].first_value + 1
+    world.check_pages_back()
+
+
+def test_a_fork_aborted_while_its_copy_is_in_flight_in_a_step_that_fails() -> None:
+    world = late(num_pages=60)
+    key = world.submit(length=6, n=3, max_tokens=6)
+    while not (world.device.launched and world.device.launched[-1].copies):
+        world.step()
+    assert len(world.device.flights) == 1
+    world.abort(key, {2})
+    world.device.fail_collect = [RuntimeError("planned")]
+    world.run()
+    assert isinstance(error_of(world.tracks[key]), Internal)
+    world.check_pages_back()
+
+
 # -- stop, stall
 
 
