@@ -97,8 +97,16 @@ class CudaLlama:
         def maybe(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else here(tensor)
 
-        self.embed, self.norm = here(weights.embed), here(weights.norm)
-        self.head = self.embed if weights.head is weights.embed else here(weights.head)
+        self.norm = here(weights.norm)
+        # Whole on every rank: a collective a step costs more than its memory. The head is this rank's part;
+        # `whole_head`, for the scores of prompts, is there on rank 0.
+        self.embed = self._gathered(here(weights.embed))
+        tied = weights.head is weights.embed
+        part, rows = here(weights.head) if not tied else None, len(weights.head)
+        self.head = self.embed[self.tp.rank * rows :][:rows] if part is None else part
+        whole = self.embed if part is None else self._gathered(part)
+        self.whole_head = whole[: c.vocab_size] if self.tp.rank == 0 else None
+        del part, whole
         self.blocks = [
             CudaBlock(
                 here(b.attn_norm), here(b.qkv), maybe(b.qkv_bias), here(b.out), maybe(b.out_bias), here(b.mlp_norm),
@@ -111,6 +119,17 @@ class CudaLlama:
         self.qkv_width = self.q_width + 2 * self.kv_heads * c.head_dim
         self.wide = self.blocks[0].down.shape[1]
         self.cos_sin = torch.empty(0, c.head_dim, device=device)
+
+    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """The ranks' rows of a matrix, one after the other. Waits for them."""
+        if self.tp.size == 1:
+            return part
+        whole = part.new_empty(self.tp.size * len(part), part.shape[1])
+        self.tp.all_gather_into(whole, part)
+        if self.device.type == "cuda":
+            # Steps are queued on a stream of their own.
+            torch.cuda.current_stream(self.device).synchronize()
+        return whole
 
     def prepare(self, max_positions: int) -> None:
         """Fill the rotary table for positions below max_positions."""
@@ -127,32 +146,43 @@ class CudaLlama:
         (the products are then the memory-bound kind); None: allocate, and multiply by cuBLAS.
         """
         c, m, pdl = self.config, rows.count, self.pdl
+        alone = self.tp.size == 1
+        # Behind a collective, whose kernel knows nothing of the rule of `layers.cuda.pdl`.
+        behind = pdl and alone
         run = _Skinny(self, scratch, m) if scratch is not None else _Blas(self, len(rows.tokens))
         residual, normed = run.residual, run.normed
         self._embed(rows, residual, m)
         partials: torch.Tensor | None = None
         bias: torch.Tensor | None = None
         for i, block in enumerate(self.blocks):
-            add_norm(partials, bias, residual, block.attn_norm, c.rms_eps, normed, m, ring=None, pdl=pdl)
+            add_norm(partials, bias, residual, block.attn_norm, c.rms_eps, normed, m, ring=None, pdl=behind)
             qkv = run.linear(normed, block.qkv)
             rope_append(
                 qkv, block.qkv_bias, self.cos_sin, rows.positions, rows.slots, layers[i], run.q, m, pdl=pdl
             )  # fmt: skip
-            if kv_ready is not None:
+            if alone and kv_ready is not None:
                 kv_ready(i)
             attend(i, run.q, run.attended)
-            out = self._reduced(run.linear(run.attended.view(len(run.attended), -1), block.out))
-            add_norm(out, block.out_bias, residual, block.mlp_norm, c.rms_eps, normed, m, ring=bell, pdl=pdl)
-            partials = self._reduced(run.linear(run.gate_up(normed, block), block.down))
+            out = self._reduced(run.linear(run.attended.view(len(run.attended), -1), block.out), m)
+            if not alone and kv_ready is not None:
+                # Their sum is queued: what follows it comes behind the append of every rank.
+                kv_ready(i)
+            add_norm(out, block.out_bias, residual, block.mlp_norm, c.rms_eps, normed, m, ring=bell, pdl=behind)
+            partials = self._reduced(run.linear(run.gate_up(normed, block), block.down), m)
             bias = block.down_bias
-        add_norm(partials, bias, residual, self.norm, c.rms_eps, normed, m, ring=None, pdl=pdl)
+        add_norm(partials, bias, residual, self.norm, c.rms_eps, normed, m, ring=None, pdl=behind)
         return normed
 
     def _embed(self, rows: Rows, residual: torch.Tensor, m: int) -> None:
         embed(rows.tokens, rows.last, self.embed, residual, m, pdl=self.pdl)
 
-    def _reduced(self, partials: torch.Tensor) -> torch.Tensor:
-        return partials
+    def _reduced(self, partials: torch.Tensor, m: int) -> torch.Tensor:
+        """Partial sums (splits, R, width) of this rank → what `add_norm` adds up: with several ranks, their sum (m,
+        width)."""
+        if self.tp.size == 1:
+            return partials
+        mine = partials[0, :m] if len(partials) == 1 else partials[:, :m].sum(0)
+        return self.tp.all_reduce(mine)
 
 
 class _Skinny:

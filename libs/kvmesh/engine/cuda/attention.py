@@ -28,8 +28,8 @@ class DecodeAttention:
     def _choose(self, rows: int) -> tuple[WorkPlan, AttentionConfig]:
         found = self._chosen.get(rows)
         if found is None:
-            config = config_for(rows, self._kv_heads, self._group, self._page_size, self._head_dim)
-            found = self._chosen[rows] = WorkPlan(rows, config.workers(self._kv_heads, self._sms)), config
+            config = config_for(rows)
+            found = self._chosen[rows] = config.plan(rows, self._kv_heads, self._sms), config
         return found
 
     def words(self, rows: int) -> int:
@@ -44,6 +44,6 @@ class DecodeAttention:
         """q, out (>= rows, heads, head_dim) bf16; kv_layer (pages, kv_heads, 2, page_size, head_dim)."""
         plan, config = self._choose(rows)
         decode_attention(
-            q, kv_layer, columns.pages, columns.row_start, columns.work, out, self._workspace, self._scale, plan,
-            config, pdl=self._pdl,
+            q, kv_layer, columns.pages, columns.work, out, self._workspace, self._scale, plan, config, pdl=self._pdl,
+            starts=columns.row_start,
         )  # fmt: skip

@@ -176,7 +176,7 @@ class StepMetadata:
             return 0
         starts = np.fromiter((s.start for s in slices), np.int32, n)
         tokens = np.fromiter((s.token_ids[0] for s in slices), np.int32, n)
-        for row in np.flatnonzero(tokens == PENDING):
+        for row in np.flatnonzero(tokens == PENDING).tolist():
             place = last.get(slices[row].seq_id)
             if place is None:
                 raise Internal(f"sequence {slices[row].seq_id} awaits a token that the step before does not sample")

@@ -19,6 +19,7 @@ from kvmesh.engine.cuda.attention import DecodeAttention
 from kvmesh.engine.cuda.graphs import DecodeGraphs, ladder
 from kvmesh.engine.cuda.head import CudaHead
 from kvmesh.engine.cuda.metadata import StepMetadata, StepShape, shape_of
+from kvmesh.engine.cuda.parallel_head import ParallelHead
 from kvmesh.engine.cuda.sampler import DeviceSampler
 from kvmesh.engine.failures import DeviceFailed, SequencesFailed
 from kvmesh.engine.runner import ModelInfo, SampleInput, SliceResult, StepBatch, StepResult, TokenLogprobs
@@ -73,9 +74,10 @@ class CudaRunner:
 
     def __init__(
         self, model: CudaLlama, info: ModelInfo, *, max_batch: int = 256, token_budget: int = 8192,
-        max_model_len: int = 0, cuda_graphs: bool = True,
+        max_model_len: int = 0, cuda_graphs: bool = True, max_graph_batch: int = 0,
     ) -> None:  # fmt: skip
-        """max_batch, token_budget: of a step. max_model_len 0: the model's."""
+        """max_batch, token_budget: of a step. max_model_len 0: the model's. max_graph_batch: rows of the largest
+        captured decode step, 0 = max_batch."""
         self.model = model
         self.info = info
         self.tp = model.tp
@@ -86,7 +88,8 @@ class CudaRunner:
         # Measure: (start, end) of each step on the device.
         self.record_events = False
         self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._graphs = DecodeGraphs(ladder(max_batch) if cuda_graphs else [])
+        self._graphs = DecodeGraphs(ladder(min(max_graph_batch or max_batch, max_batch)) if cuda_graphs else [])
+        self._bell: DeviceBell | None = None
         self._layers: list[torch.Tensor] = []
         self._last: dict[int, int] = {}
         self._turn = 0
@@ -140,7 +143,7 @@ class CudaRunner:
         # Of each row of a prompt: residual, normed, its product; q, k, v; attention; gate and up, their product.
         row = 2 * (4 * c.hidden_size + 2 * model.qkv_width + 2 * model.q_width + 4 * model.wide)
         logits = 4 * 2 * max(self.max_batch, MAX_ROWS) * c.vocab_size
-        return self.token_budget * row + logits + (1 << 30)
+        return int(self.token_budget * row + logits + (1 << 30))
 
     def bind(self, layout: KvLayout, regions: Mapping[str, memoryview], doorbell: Doorbell) -> None:
         """Refused: this runner's pages are in device memory (`bind_cuda`)."""
@@ -161,21 +164,22 @@ class CudaRunner:
         if group not in regions:
             raise InvalidArgument(f"no region for kv group {group!r}")
         with self._on_device(), told_what_to_lower("workspaces and decode graphs"):
-            self._adopt(layout, regions[group], doorbell)
+            self._adopt(layout, regions[group])
+            # It counts for itself until everything is captured: what runs now is no step.
+            self._bell = DeviceBell(self.device) if doorbell is not None else None
             self._warm()
             if self._graphs.sizes:
                 self._graphs.capture(self._decode, self.stream)
+            if self._bell is not None and doorbell is not None:
+                self._bell.bind(doorbell.device_pointer, doorbell.value)
             self.stream.synchronize()
 
-    def _adopt(self, layout: KvLayout, region: Any, doorbell: HostBell | None) -> None:
+    def _adopt(self, layout: KvLayout, region: Any) -> None:
         c, model, device = self.model.config, self.model, self.device
         shape = layout.region_shape(self.model.kv_group.name)
         count = int(np.prod(shape))
         self._region = torch.as_tensor(region, device=device).view(torch.bfloat16)[:count].view(shape)
         self._layers = list(self._region.unbind(0))
-        self._bell = None
-        if doorbell is not None:
-            self._bell = DeviceBell(device, doorbell.device_pointer, doorbell.value)
         size = layout.page_size
         pages_each = -(-self.max_model_len // size)
         self._attention = DecodeAttention(
@@ -191,7 +195,11 @@ class CudaRunner:
         )  # fmt: skip
         model.prepare(self.max_model_len)
         self._scratch = Scratch(model)
-        self._head = CudaHead(model.head, self.max_batch, model.pdl)
+        self._head: CudaHead | ParallelHead = (
+            CudaHead(model.head, self.max_batch, model.pdl)
+            if self.tp.size == 1
+            else ParallelHead(model.head, c.vocab_size, self.max_batch, model.pdl, self.tp)
+        )
         # Padded like the head's rows, of which it reads `count`.
         self._picked = torch.zeros(self._head.max_rows, c.hidden_size, dtype=torch.bfloat16, device=device)
         self._sampler = DeviceSampler(c.vocab_size, self._head.max_rows, device)
@@ -201,19 +209,15 @@ class CudaRunner:
 
     def _warm(self) -> None:
         """Run what steps run, so that nothing is compiled or allocated while requests wait. Slots of -1: no page is
-        written. The bell is left alone."""
-        bell, self._bell = self._bell, None
-        try:
-            for bucket in sorted({*self._graphs.sizes, 1, min(16, self.max_batch), self.max_batch}, reverse=True):
-                self._idle_columns(bucket, bucket)
-                self._decode(bucket)
-            rows = self.token_budget
-            self._idle_columns(rows, 0)
-            self._prefill.plan([1], [0], [np.zeros(1, np.int32)])
-            self._eager_rows(rows, 0)
-            self.stream.synchronize()
-        finally:
-            self._bell = bell
+        written."""
+        for bucket in sorted({*self._graphs.sizes, 1, min(16, self.max_batch), self.max_batch}, reverse=True):
+            self._idle_columns(bucket, bucket)
+            self._decode(bucket)
+        rows = self.token_budget
+        self._idle_columns(rows, 0)
+        self._prefill.plan([rows], [0], [np.zeros(-(-rows // self._metadata.page_size), np.int32)])
+        self._eager_rows(rows, 0, bell=self._bell)
+        self.stream.synchronize()
 
     def _idle_columns(self, rows: int, decode: int) -> None:
         columns = self._metadata.columns(rows, decode)
@@ -255,6 +259,10 @@ class CudaRunner:
 
     def launch(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> Flight:
         """See `AsyncRunner.launch`."""
+        return self.launch_prepared(batch, self.prepare(batch), on_layer)
+
+    def prepare(self, batch: StepBatch) -> tuple[StepShape, list[tuple[int, int]]]:
+        """Check and order a batch; nothing is queued. Raises for one that cannot run."""
         if not self._layers:
             raise Internal("a step before bind_cuda")
         if self._broken is not None:
@@ -265,8 +273,15 @@ class CudaRunner:
         wanted = sum(len(batch.slices[i].samples) for _, i in samples)
         if len(samples) > self._head.max_rows or wanted > len(self._tokens) or shape.rows > self._metadata.max_rows:
             raise Internal(f"a step of {shape.rows} rows that samples {wanted} tokens is larger than planned for")
+        return shape, samples
+
+    def launch_prepared(
+        self, batch: StepBatch, plan: tuple[StepShape, list[tuple[int, int]]],
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Flight:  # fmt: skip
+        """Queue a step that was prepared. With several ranks all of them must, with on_layer or without."""
         with self._on_device(), self._failing():
-            return self._queue(batch, shape, samples, on_layer)
+            return self._queue(batch, *plan, on_layer)
 
     def _queue(
         self, batch: StepBatch, shape: StepShape, samples: Sequence[tuple[int, int]],
@@ -293,11 +308,11 @@ class CudaRunner:
                 self._tokens[: len(last)].copy_(self._head.tokens[: len(last)])
         flight = self._sample(batch, samples)
         if begin is not None:
-            end = torch.cuda.Event(enable_timing=True)
+            end = _event(enable_timing=True)
             end.record()
             self.events.append((begin, end))
         for place, i in enumerate(shape.order):
-            if batch.slices[i].prompt_logprobs is not None and hidden is not None:
+            if batch.slices[i].prompt_logprobs is not None and hidden is not None and self.tp.rank == 0:
                 flight.scored.append((i, hidden[shape.first_row[place] : shape.last_row(place) + 1]))
         return flight
 
@@ -316,7 +331,7 @@ class CudaRunner:
             at += len(chosen)
             special = special or len(chosen) > 1 or any(_needs_sampler(sample) for sample in chosen)
         prepared: Any = None
-        if special:
+        if special and self.tp.rank == 0:
             rows = [
                 (row, batch.slices[i].seq_id, sample, sample.pending)
                 for row, (_, i) in enumerate(samples)
@@ -324,6 +339,8 @@ class CudaRunner:
             ]
             prepared = self._sampler.prepare(rows)
             self._sampler.run(self._head.logits, prepared, self._tokens[:at])
+        # Rank 0 has sampled for all.
+        self.tp.broadcast(self._tokens[:at])
         self._last = {batch.slices[i].seq_id: places[i].start for _, i in samples if len(batch.slices[i].samples) == 1}
         tokens: torch.Tensor | None = None
         if at:
@@ -331,7 +348,7 @@ class CudaRunner:
             tokens = self._pinned[self._turn][:at]
             tokens.copy_(self._tokens[:at], non_blocking=True)
         # Blocking: the core's thread sleeps while the step runs, and the next one is queued already.
-        done = torch.cuda.Event(blocking=True)
+        done = _event(blocking=True)
         done.record()
         return Flight(batch, places, tokens, done, prepared)
 
@@ -361,18 +378,25 @@ class CudaRunner:
         return self.collect(self.launch(batch, on_layer))
 
     def _prompt_logprobs(self, batch: StepBatch, index: int, hidden: torch.Tensor) -> Sequence[TokenLogprobs]:
-        slice_ = batch.slices[index]
+        slice_, head = batch.slices[index], self.model.whole_head
+        assert head is not None, "rank 0 alone scores prompts"
         targets = [int(t) for t in slice_.token_ids[1:]]
         if slice_.next_token is not None:
             targets.append(slice_.next_token)
         scores: list[TokenLogprobs] = []
         for at in range(0, len(targets), LOGPROB_ROWS):
             part = targets[at : at + LOGPROB_ROWS]
-            logits = torch.mm(hidden[at : at + len(part)], self.model.head.t()).float().cpu().numpy()
+            logits = torch.mm(hidden[at : at + len(part)], head.t()).float().cpu().numpy()
             scores.extend(
                 token_logprobs(row, token, slice_.prompt_logprobs or 0) for row, token in zip(logits, part, strict=True)
             )
         return scores
+
+    def ring(self, count: int) -> None:
+        """Queue rings that belong to no layer."""
+        if self._bell is not None:
+            with self._on_device(), self._failing():
+                self._bell.ring(count)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """These sequences have ended: what the sampler keeps for them goes."""
@@ -394,7 +418,7 @@ class CudaRunner:
     def _mark(self) -> torch.cuda.Event | None:
         if not self.record_events:
             return None
-        begin = torch.cuda.Event(enable_timing=True)
+        begin = _event(enable_timing=True)
         begin.record()
         return begin
 
@@ -417,6 +441,10 @@ class CudaRunner:
         except RuntimeError as error:
             self._broken = f"the device failed: {str(error).splitlines()[0] if str(error) else error!r}"
             raise DeviceFailed(self._broken) from error
+
+
+def _event(**options: bool) -> torch.cuda.Event:
+    return torch.cuda.Event(**options)  # type: ignore[no-untyped-call]
 
 
 def _needs_sampler(sample: SampleInput) -> bool:

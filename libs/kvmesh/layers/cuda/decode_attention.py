@@ -19,13 +19,25 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found]
     gdc_launch_dependents,
     gdc_wait,
 )
+from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found]
 
 from kvmesh.layers.cuda import pdl as pdl_rule
-from kvmesh.layers.cuda.worklist import WorkPlan
+from kvmesh.layers.cuda.worklist import GRAIN, WorkPlan
 
 QUERIES = 16  # rows of a tensor core's tile: the largest group
+BULK = 3  # the mode whose tiles the copy engine fetches
 # One compiled kernel for every bucket of a config: nothing is specialized by these arguments' value or alignment.
-ANY_VALUE = ("table_ptr", "work_ptr", "ticket_ptr", "scale", "table_stride", "segments", "workers", "ahead")
+ANY_VALUE = (
+    "table_ptr",
+    "start_ptr",
+    "work_ptr",
+    "ticket_ptr",
+    "scale",
+    "table_stride",
+    "segments",
+    "workers",
+    "ahead",
+)
 PAGE_SIZES = (16, 32, 64, 128)
 HEAD_DIMS = (64, 128)
 # Partial outputs that one step of the merge holds in registers.
@@ -38,7 +50,7 @@ class AttentionConfig:
     """How a bucket is run. None of it changes what is computed, only rounding.
 
     blocks: per SM, all resident. tile: tokens a step of the loop. mode: who computes what: 0 `_plain`, 1 `_swapped`,
-    2 `_apart`.
+    2 `_apart`, 3 `_bulk`.
     ahead: tokens per block whose KV is brought into L2 before the kernels before this one have ended; 0: none. Needs
     tables and work list to be complete before the first kernel of the chain of dependent launches starts. registers: at
     most so many a thread, for the blocks to fit; 0: as the compiler likes.
@@ -54,7 +66,8 @@ class AttentionConfig:
 
     def plan(self, rows: int, kv_heads: int, sms: int) -> WorkPlan:
         """A bucket's work list, for a GPU of so many SMs."""
-        return WorkPlan(rows, max(1, self.blocks * sms // kv_heads))
+        workers = max(1, self.blocks * sms // kv_heads)
+        return WorkPlan(rows, workers, self.tile if self.mode == BULK else GRAIN)
 
 
 def config_for(rows: int) -> AttentionConfig:
@@ -146,6 +159,16 @@ def _plain(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _advance(q, k, v, s, m, l, acc):  # type: ignore[no-untyped-def]  # noqa: E741
+    """One tile of the transposed form: s (TILE, 16) scores, l (TILE, 16) sums yet to be added up, acc (D, 16)."""
+    top = tl.maximum(m, tl.max(s, 0))
+    p = tl.exp2(s - top[None, :])
+    fade = tl.exp2(m - top)
+    acc = tl.dot(tl.trans(v), p.to(q.dtype), acc * fade[None, :])
+    return top, l * fade[None, :] + p, acc
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _swapped(  # type: ignore[no-untyped-def]
     q_ptr, kv_ptr, table_ptr, begin, end, scale,
     GROUP: tl.constexpr, PAGE: tl.constexpr, SHIFT: tl.constexpr, PAGE_STRIDE: tl.constexpr, D: tl.constexpr,
@@ -168,12 +191,43 @@ def _swapped(  # type: ignore[no-untyped-def]
         v = tl.load(keys + PAGE * D, mask=valid[:, None], other=0.0)
         ids = tl.load(table_ptr + ((token + TILE) >> SHIFT), mask=token + TILE < end, other=0)
         s = tl.where(valid[:, None], tl.dot(k, tl.trans(q)) * scale, float("-inf"))
-        top = tl.maximum(m, tl.max(s, 0))
-        p = tl.exp2(s - top[None, :])
-        fade = tl.exp2(m - top)
-        m = top
-        l = l * fade[None, :] + p  # noqa: E741
-        acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * fade[None, :])
+        m, l, acc = _advance(q, k, v, s, m, l, acc)  # noqa: E741
+    return tl.trans(acc), tl.sum(l, 0), m
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bulk(  # type: ignore[no-untyped-def]
+    q_ptr, kv_ptr, kv_desc, first_row, table_ptr, begin, end, scale,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, SHIFT: tl.constexpr, PAGE_STRIDE: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `_swapped`; the copy engine fetches whole tiles, each inside a page, as the list's grain is the tile.
+
+    kv_desc: KV as (rows of D), first_row: the head's first in page 0. What is left of a row's last page is fetched as
+    in `_swapped`, asked for before the loop and added behind it.
+    """
+    m = tl.full((16,), float("-inf"), tl.float32)
+    l = tl.zeros((TILE, 16), tl.float32)  # noqa: E741
+    acc = tl.zeros((D, 16), tl.float32)
+    whole = end & -TILE
+    page = tl.load(table_ptr + (begin >> SHIFT))
+    token = tl.arange(0, TILE)
+    valid = token < end - whole
+    keys = kv_ptr + ((whole & (PAGE - 1)) + token)[:, None] * D + tl.arange(0, D)[None, :]
+    if whole < end:
+        keys += tl.load(table_ptr + (whole >> SHIFT)).to(tl.int64) * PAGE_STRIDE
+    last_k = tl.load(keys, mask=valid[:, None], other=0.0)
+    last_v = tl.load(keys + PAGE * D, mask=valid[:, None], other=0.0)
+    q = _queries(q_ptr, GROUP, D)
+    for start in tl.range(begin, whole, TILE, num_stages=STAGES):
+        at = page * (PAGE_STRIDE // D) + first_row + (start & (PAGE - 1))
+        k = kv_desc.load([at, 0])
+        v = kv_desc.load([at + PAGE, 0])
+        page = tl.load(table_ptr + ((start + TILE) >> SHIFT), mask=start + TILE < end, other=0)
+        m, l, acc = _advance(q, k, v, tl.dot(k, tl.trans(q)) * scale, m, l, acc)  # noqa: E741
+    if whole < end:
+        s = tl.where(valid[:, None], tl.dot(last_k, tl.trans(q)) * scale, float("-inf"))
+        m, l, acc = _advance(q, last_k, last_v, s, m, l, acc)  # noqa: E741
     return tl.trans(acc), tl.sum(l, 0), m
 
 
@@ -262,7 +316,9 @@ def _merge(  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     q_ptr,  # (rows, KV_HEADS * GROUP, D)
     kv_ptr,  # (pages, KV_HEADS, 2, PAGE, D)
-    table_ptr,  # int32 (rows, table_stride) page numbers
+    kv_desc,  # MODE 3: a descriptor of it as rows of D, TILE at a time
+    table_ptr,  # int32 page numbers: (rows, table_stride), or all rows' one behind the other
+    start_ptr,  # int32 (rows,) where a row's page numbers begin, where STARTS
     work_ptr,  # int32, WorkPlan
     out_ptr,  # as q
     partial_ptr,  # fp32 (segments, KV_HEADS, GROUP, D)
@@ -286,6 +342,7 @@ def _attend(  # type: ignore[no-untyped-def]
     STEP: tl.constexpr,
     DEPTH: tl.constexpr,
     AHEAD: tl.constexpr,
+    STARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     PAGE_STRIDE: tl.constexpr = KV_HEADS * 2 * PAGE * D
@@ -308,13 +365,14 @@ def _attend(  # type: ignore[no-untyped-def]
     if PDL and AHEAD:
         if first < last:
             stop = tl.minimum(end, begin + ahead)
-            _prefetch(kv_ptr, table_ptr + row * table_stride, begin, stop, PAGE, PAGE_STRIDE, D, 32 * WARPS)
+            early = table_ptr + (tl.load(start_ptr + row) if STARTS else row * table_stride)
+            _prefetch(kv_ptr, early, begin, stop, PAGE, PAGE_STRIDE, D, 32 * WARPS)
         gdc_wait()
     query = tl.arange(0, 16)
     column = tl.arange(0, D)
     for seg in range(first, last):
         q = q_ptr + (row * KV_HEADS + head) * (GROUP * D)
-        table = table_ptr + row * table_stride
+        table = table_ptr + (tl.load(start_ptr + row) if STARTS else row * table_stride)
         begin = tl.multiple_of(begin, 16)
         if MODE == 0:
             acc, l, m = _plain(  # noqa: E741
@@ -324,6 +382,11 @@ def _attend(  # type: ignore[no-untyped-def]
             acc, l, m = _swapped(  # noqa: E741
                 q, kv_ptr, table, begin, end, scale, GROUP, PAGE, SHIFT, PAGE_STRIDE, D, TILE, STAGES
             )
+        elif MODE == 3:
+            acc, l, m = _bulk(  # noqa: E741
+                q, kv_ptr, kv_desc, head * (2 * PAGE), table, begin, end, scale,
+                GROUP, PAGE, SHIFT, PAGE_STRIDE, D, TILE, STAGES,
+            )  # fmt: skip
         else:
             acc, l, m = _apart(  # noqa: E741
                 q, kv_ptr, table, begin, end, scale, GROUP, PAGE, SHIFT, PAGE_STRIDE, D, TILE, STAGES, WARPS
@@ -385,10 +448,12 @@ def decode_attention(
     config: AttentionConfig,
     *,
     pdl: bool,
+    starts: torch.Tensor | None = None,
 ) -> None:
     """out (R, hq * d) of q (R, hq, d) over the tokens that `work` (plan.words,) int32 names; other rows are left alone.
 
-    kv_layer (pages, hk, 2, page_size, d) contiguous; tables (R, W) int32, stride of a row free. q, KV and out are of
+    kv_layer (pages, hk, 2, page_size, d) contiguous; tables (R, W) int32, stride of a row free; or,
+    with starts int32 (R,), all rows' page numbers one behind the other, row r's from starts[r] on. q, KV and out are of
     one 16-bit type. `scale` as in softmax(scale * q k). hq / hk is at most 16.
     """
     _, heads, head_dim = q.shape
@@ -400,20 +465,28 @@ def decode_attention(
         raise ValueError(f"decode attention: KV {tuple(kv_layer.shape)} is not laid (pages, kv_heads, 2, page, d)")
     if work.numel() != plan.words or workspace.lse.shape[0] < plan.segments:
         raise ValueError(f"decode attention: the plan has {plan.words} words, {plan.segments} segments")
+    descriptor = None
+    if config.mode == BULK:
+        descriptor = TensorDescriptor.from_tensor(kv_layer.view(-1, head_dim), [config.tile, head_dim])
+        if page_size % config.tile or plan.grain % config.tile:
+            raise ValueError(f"decode attention: tiles of {config.tile} in pages of {page_size}, grain {plan.grain}")
     _attend[(plan.workers * kv_heads,)](
         q,
         kv_layer,
+        descriptor,
         tables,
+        tables if starts is None else starts,
         work,
         out,
         workspace.partial,
         workspace.lse,
         workspace.tickets,
         scale * math.log2(math.e),
-        tables.stride(0),
+        0 if starts is not None else tables.stride(0),
         plan.segments,
         plan.workers,
         config.ahead,
+        STARTS=starts is not None,
         **constants(kv_heads, group, page_size, head_dim, config),
         num_warps=config.warps,
         num_stages=config.stages,
