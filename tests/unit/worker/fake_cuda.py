@@ -115,7 +115,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, runner: FakeCudaRunner, total: int
     async def load_runner(settings: Any) -> FakeCudaRunner:
         return runner
 
-    def backend(settings: Any, kv: Any, made: Any) -> HostBackend:
+    def backend(settings: Any, kv: Any, made: Any, blocks: int = 0) -> HostBackend:
         assert made.stream == "the stream"
         return HostBackend({})
 

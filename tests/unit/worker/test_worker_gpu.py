@@ -17,7 +17,7 @@ from kvmesh.engine.cuda.doorbell import PAGE_BYTES, HostBell
 from kvmesh.engine.cuda.profile import GpuMemory, kv_bytes, pages_that_fit
 from kvmesh.engine.runner import SamplingParams
 from kvmesh.engine.scripted import ScriptedModel, scripted_output
-from kvmesh.engine.worker import posting
+from kvmesh.engine.worker import loading, posting
 from kvmesh.engine.worker.loading import check_cuda, cuda_options
 from kvmesh.engine.worker.memory import cuda_memory, page_bytes
 from kvmesh.engine.worker.posting import Route, choose_route
@@ -104,6 +104,32 @@ def test_nothing_of_cuda_is_loaded_by_a_worker_on_cpu() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split() == ["[]", "False"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tp", "module", "name"), [(1, "cuda.runner", "CudaRunner"), (2, "parallel.ahead", "AheadRunner")]
+)
+async def test_a_runner_is_loaded_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tp: int, module: str, name: str) -> None:
+    asked: list[Any] = []
+
+    class Loads:
+        @classmethod
+        def load(cls, *args: Any, **options: Any) -> FakeCudaRunner:
+            asked.append((args, options))
+            return FakeCudaRunner()
+
+    monkeypatch.setattr(loading, "check_cuda", asked.append)
+    monkeypatch.setattr(loading, "start_ranks", lambda spec, size, threads: f"{size} ranks")
+    monkeypatch.setitem(sys.modules, f"kvmesh.engine.{module}", types.SimpleNamespace(**{name: Loads}))
+    made = WorkerSettings(device="cuda:3", tp=tp, model="m")
+    assert (await loading.load_runner(made)).info.name == "scripted"
+    assert asked[0] == 2 + tp
+    args, options = asked[1]
+    if tp == 1:
+        assert (args[:3], options) == (("m", "bf16", "cuda:3"), cuda_options(made))
+    else:
+        assert args == ("2 ranks", "m", "bf16")
+        assert (options["first_gpu"], options["options"]) == (3, cuda_options(made))
 
 
 # -- sizes

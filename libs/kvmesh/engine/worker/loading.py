@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import inspect
 import logging
 import os
 import threading
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.parallel.ranks import start_ranks
 from kvmesh.engine.runner import Runner
-from kvmesh.errors import FailedPrecondition, InvalidArgument
+from kvmesh.errors import FailedPrecondition
 from kvmesh.telemetry import metrics, names
 
 log = logging.getLogger(__name__)
@@ -43,24 +42,36 @@ async def load_runner(settings: WorkerSettings) -> Runner:
 
 
 def _load_cuda(settings: WorkerSettings) -> Runner:
-    if settings.tp > 1:
-        raise InvalidArgument("not implemented: several ranks on GPUs: set tp to 1", details={"field": "tp"})
-    check_cuda(settings.gpu)
+    check_cuda(settings.gpu + settings.tp - 1)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    log.info("loading %s (%s) on GPU %d", settings.model, settings.dtype, settings.gpu)
+    log.info("loading %s (%s) on %d GPU(s) from %d on", settings.model, settings.dtype, settings.tp, settings.gpu)
+    progress = LoadProgress(settings.model)
     started = time.monotonic()
-    from kvmesh.engine.cuda.runner import CudaRunner
+    runner: Runner
+    if settings.tp > 1:
+        ranks = start_ranks(settings.model, settings.tp, compute_threads(settings))
+        from kvmesh.engine.parallel.ahead import AheadRunner
 
-    known = inspect.signature(CudaRunner.__init__).parameters
-    runner: Runner = CudaRunner.load(
-        settings.model,
-        settings.dtype,
-        f"cuda:{settings.gpu}",
-        LoadProgress(settings.model),
-        **{name: value for name, value in cuda_options(settings).items() if name in known},
-    )
+        runner = AheadRunner.load(
+            ranks, settings.model, settings.dtype, first_gpu=settings.gpu, options=cuda_options(settings),
+            timeout_s=settings.tp_timeout_s, progress=progress, logs=rank_logs(settings),
+        )  # fmt: skip
+    else:
+        from kvmesh.engine.cuda.runner import CudaRunner
+
+        runner = CudaRunner.load(
+            settings.model, settings.dtype, f"cuda:{settings.gpu}", progress, **cuda_options(settings)
+        )
     log.info("loaded %s in %.1f s", runner.info.name, time.monotonic() - started)
     return runner
+
+
+def rank_logs(settings: WorkerSettings) -> dict[str, str]:
+    """How the other ranks log."""
+    return {
+        "service": settings.service, "level": settings.log_level, "fmt": settings.log_format,
+        "instance": settings.instance_name,
+    }  # fmt: skip
 
 
 def cuda_options(settings: WorkerSettings) -> dict[str, Any]:
@@ -114,10 +125,9 @@ def _load_torch(settings: WorkerSettings) -> Runner:
         ranks = start_ranks(settings.model, settings.tp, threads)
         from kvmesh.engine.parallel.runner import ParallelRunner
 
-        logs = {"service": settings.service, "level": settings.log_level, "fmt": settings.log_format}
         runner = ParallelRunner.load(
             ranks, settings.model, settings.dtype, threads=threads, timeout_s=settings.tp_timeout_s,
-            progress=progress, logs=logs | {"instance": settings.instance_name},
+            progress=progress, logs=rank_logs(settings),
         )  # fmt: skip
     else:
         from kvmesh.engine.torch_runner import TorchRunner

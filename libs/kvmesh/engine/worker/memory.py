@@ -124,8 +124,10 @@ def cuda_memory(runner: Runner, settings: WorkerSettings, *, staging: bool) -> K
     if settings.num_pages or settings.kv_memory_bytes:
         layout = size_layout(runner, settings)
     else:
-        page = page_bytes(runner.layout(settings.page_size, 1))
-        layout = runner.layout(settings.page_size, pages_that_fit(memory, settings.gpu_memory_utilization, page))
+        one = runner.layout(settings.page_size, 1)
+        # Each rank has a GPU of its own, all of one kind.
+        pages = pages_that_fit(memory, settings.gpu_memory_utilization, page_bytes(one) // one.tp)
+        layout = runner.layout(settings.page_size, pages)
     regions = kv_regions(layout, settings.gpu, memory)
     doorbell = Region.create("kvmesh-doorbell", PAGE_BYTES)
     bell = HostBell(doorbell, settings.gpu)

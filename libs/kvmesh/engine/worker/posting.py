@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Of the copies between a GPU and host memory: what fills PCIe, and leaves the rest of the GPU to the model.
+STAGING_BLOCKS = 16
 # How long an engine on a GPU waits for its sidecar, to learn which transports it has.
 SIDECAR_S = 30.0
 _ASK_S = 0.2
@@ -79,7 +81,9 @@ async def choose_route(settings: WorkerSettings, layout: KvLayout) -> Route:
         return Route.NVLINK
     if layout.tp > 1:
         if staging == "on" or settings.on_gpu:
-            raise InvalidArgument("staging: ranks in processes of their own have none yet: tp must be 1")
+            raise InvalidArgument(
+                "not implemented: KV to and from several ranks on GPUs: set tp to 1, or leave sidecar_socket out"
+            )
         return Route.SIDECAR
     if staging == "on":
         return Route.STAGING
@@ -155,14 +159,15 @@ def _nvlink_backend(settings: WorkerSettings, memory: KvMemory, runner: Runner) 
     return _cuda_backend(settings, memory, runner)
 
 
-def _cuda_backend(settings: WorkerSettings, memory: KvMemory, runner: Runner) -> Backend:
-    from kvmesh.engine.nvlink.cuda import CudaBackend
+def _cuda_backend(settings: WorkerSettings, memory: KvMemory, runner: Runner, blocks: int = 0) -> Backend:
+    from kvmesh.engine.nvlink.cuda import BLOCKS, CudaBackend
 
     regions = cast("dict[str, CudaRegion]", memory.regions)
     backend = CudaBackend(
         {(name, 0): region for name, region in regions.items()},
         settings.gpu,
         compute=cast("CudaRunnerFace", runner).stream,
+        blocks=blocks or BLOCKS,
     )
     backend.warm()
     return backend
@@ -179,7 +184,7 @@ def _staging(settings: WorkerSettings, memory: KvMemory, staged: StagedMemory, r
         device = {name: region.address for name, region in cast("dict[str, CudaRegion]", memory.regions).items()}
         host = pinned.addresses
         bell: int = cast("Any", memory.doorbell).device_pointer
-        out, into = _cuda_backend(settings, memory, runner), _cuda_backend(settings, memory, runner)
+        out, into = (_cuda_backend(settings, memory, runner, STAGING_BLOCKS) for _ in range(2))
     else:
         own = cast("dict[str, Region]", memory.regions)
         device = {name: address_of(region) for name, region in own.items()}
