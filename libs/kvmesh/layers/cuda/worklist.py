@@ -27,13 +27,16 @@ Ints = npt.NDArray[np.int32]
 class WorkPlan:
     """The shape of a bucket's work list: what the grid and the buffers are sized by.
 
-    rows: of the bucket. workers: blocks per KV head. The list is one int32 array of `words`: first the workers + 1
-    bounds of the workers' segments, then COLUMNS columns of `workers` entries, each worker's first segment once more,
-    which saves a block a dependent read at its start, then COLUMNS columns of `segments` entries.
+    rows: of the bucket. workers: blocks per KV head. grain: segments start at multiples of so many tokens.
+
+    The list is one int32 array of `words`: first the workers + 1 bounds of the workers' segments, then COLUMNS columns of
+    `workers` entries, each worker's first segment once more, which saves a block a dependent read at its start, then
+    COLUMNS columns of `segments` entries.
     """
 
     rows: int
     workers: int
+    grain: int = GRAIN
 
     @property
     def segments(self) -> int:
@@ -54,7 +57,7 @@ class WorkPlan:
             raise ValueError(
                 f"{len(lengths)} rows, {out.shape} words: the plan has {self.rows} rows, {self.words} words"
             )
-        grains = (lengths + (GRAIN - 1)) // GRAIN
+        grains = (lengths + (self.grain - 1)) // self.grain
         cost = np.where(grains > 0, grains + ROW_GRAINS, 0)
         ends = cost.cumsum(dtype=np.int64)
         total = int(ends[-1]) if len(ends) else 0
@@ -62,7 +65,7 @@ class WorkPlan:
         if total == 0:
             bounds[:] = 0
             return 0
-        used = max(1, min(self.workers, total // (MIN_SHARE // GRAIN)))
+        used = max(1, min(self.workers, total // max(1, MIN_SHARE // self.grain)))
         cuts = np.arange(used + 1) * total // used
         # A cut inside a row is at least one grain behind the row's own cost and one before its end.
         row = ends.searchsorted(cuts[1:-1], side="right")
@@ -75,7 +78,7 @@ class WorkPlan:
         keys = np.concatenate((live * width, row[keep] * width + grain[keep]))
         keys.sort()
         count = len(keys)
-        rows, first = keys >> 32, (keys & (width - 1)) * GRAIN
+        rows, first = keys >> 32, (keys & (width - 1)) * self.grain
         starts = keys.searchsorted(row * width + grain)
         bounds[0] = 0
         bounds[1:used] = starts
