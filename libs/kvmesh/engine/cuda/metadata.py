@@ -112,7 +112,8 @@ class StepMetadata:
         places = self._places(rows, decode)
         parts = [words[at : at + size] for at, size in zip(places, sizes, strict=False)]
         wide = torch.int64 if isinstance(words, torch.Tensor) else np.int64
-        return Columns(parts[0].view(wide), *parts[1:], words[places[-1] :])
+        slots, tokens, positions, lengths, row_start, work = parts
+        return Columns(slots.view(wide), tokens, positions, lengths, row_start, work, words[places[-1] :])
 
     def columns(self, rows: int, decode: int) -> Columns:
         """The device's columns of a step of so many rows."""

@@ -38,7 +38,7 @@ class PrefillAttention:
     ) -> None:  # fmt: skip
         """max_chunks, max_pages: of one step's chunks together. Raises FailedPrecondition without FlashInfer."""
         try:
-            from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+            from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # type: ignore[import-not-found]
         except ImportError as error:
             raise FailedPrecondition(
                 f"prefill on CUDA needs flashinfer-python ({error}): pip install 'kvmesh[gpu]'"
