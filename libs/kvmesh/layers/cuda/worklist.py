@@ -29,8 +29,8 @@ class WorkPlan:
 
     rows: of the bucket. workers: blocks per KV head. grain: segments start at multiples of so many tokens.
 
-    The list is one int32 array of `words`: first the workers + 1 bounds of the workers' segments, then COLUMNS columns of
-    `workers` entries, each worker's first segment once more, which saves a block a dependent read at its start, then
+    The list is one int32 array of `words`: first the workers + 1 bounds of the workers' segments, then COLUMNS columns
+    of `workers` entries, each worker's first segment once more, which saves a block a dependent read at its start, then
     COLUMNS columns of `segments` entries.
     """
 
