@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from kvmesh.engine.cuda import doorbell, memory
 from kvmesh.engine.cuda.profile import GpuMemory
 from kvmesh.engine.nvlink import cuda_region
 from kvmesh.engine.nvlink.host import HostBackend
+from kvmesh.engine.runner import StepBatch, StepResult
 from kvmesh.engine.scripted import ScriptedModel, ScriptedRunner
 from kvmesh.engine.worker import bootstrap, posting
 from kvmesh.errors import Unavailable
@@ -69,7 +70,7 @@ class FakeDriver:
         os.close(handle)
 
     def register_host(self, address: int, nbytes: int) -> int:
-        assert address % 4096 == 0
+        assert address % 4096 == nbytes % 4096 == 0
         self.registered[address] = nbytes
         return address
 
@@ -98,6 +99,24 @@ class FakeCudaRunner(ScriptedRunner):
             for name, region in regions.items()
         }
         self.bind(layout, views, bell if bell is not None else Doorbell(bytearray(64)))
+
+
+class AheadCudaRunner(FakeCudaRunner):
+    """Is given a step while the one before is not collected yet. For prefill: its steps sample nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flights = 0
+        self.most = 0
+
+    def launch(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> StepResult:
+        self.flights += 1
+        self.most = max(self.most, self.flights)
+        return self.execute(batch, on_layer)
+
+    def collect(self, flight: StepResult) -> StepResult:
+        self.flights -= 1
+        return flight
 
 
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, runner: FakeCudaRunner, total: int = 64 << 20) -> FakeDriver:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fake_cuda import FakeCudaRunner, fake_gpu
+from fake_cuda import AheadCudaRunner, FakeCudaRunner, fake_gpu
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.cuda.doorbell import PAGE_BYTES, HostBell
 from kvmesh.engine.cuda.profile import GpuMemory, kv_bytes, pages_that_fit
@@ -252,22 +252,30 @@ async def test_without_a_sidecar_nothing_is_known(monkeypatch: pytest.MonkeyPatc
 # -- whole workers
 
 
-async def test_workers_on_gpus_exchange_kv_through_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two fake GPUs: pages, copies, bell and sidecar's view are those of a real one."""
-    source, target = FakeCudaRunner(), FakeCudaRunner()
+@pytest.mark.parametrize("kind", [FakeCudaRunner, AheadCudaRunner])
+async def test_workers_on_gpus_exchange_kv_through_staging(
+    monkeypatch: pytest.MonkeyPatch, kind: type[FakeCudaRunner]
+) -> None:
+    """Two fake GPUs: pages, copies, bell and sidecar's view are those of a real one. Chunks of several prompts share
+    steps; with a step launched ahead, the next one's record is out before the last one has landed."""
+    source, target = kind(), FakeCudaRunner()
     common: dict[str, Any] = {"device": "cuda", "page_size": 16, "staging_pages": 60, "max_batch": 8, "staging": "on"}
     fabric = Fabric()
     driver = fake_gpu(monkeypatch, source)
-    async with running(fabric=fabric, role="prefill", instance="p", **common) as prefill:
+    async with running(fabric=fabric, role="prefill", instance="p", chunk_size=40, **common) as prefill:
         fake_gpu(monkeypatch, target)
         async with running(fabric=fabric, role="decode", instance="d", **common) as decode, Gateway(decode) as gateway:
             assert source.bound is None
-            for tokens in (prompt(300, 1), prompt(500, 2), prompt(300, 1)[:200] + prompt(50, 3)):
-                answer = await gateway.ask(tokens, prefill=[prefill.target()])
+            prompts = [prompt(300, 1), prompt(500, 2), prompt(33, 4), prompt(300, 1)[:200] + prompt(50, 3)]
+            answers = [await gateway.submit(gateway.request(p, prefill=[prefill.target()])) for p in prompts]
+            for tokens, answer in zip(prompts, answers, strict=True):
+                await answer.wait()
                 want = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
                 assert answer.tokens[0] == scripted_output(tokens, want)[0]
                 assert answer.finished.transfer_bytes > 0
             assert source.foreign == target.foreign == 0
+            if isinstance(source, AheadCudaRunner):
+                assert source.most == 2
             for worker in (prefill, decode):
                 staging = worker.worker.ctx.staging  # type: ignore[union-attr]
                 assert staging is not None

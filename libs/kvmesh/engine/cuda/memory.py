@@ -13,6 +13,8 @@ from kvmesh.errors import Unavailable
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.region import Region
 
+PAGE = 4096
+
 
 class CudaRunnerFace(Protocol):
     """What a runner on a GPU has beside `kvmesh.engine.runner.Runner`: see `kvmesh.engine.cuda.runner`. It may have
@@ -82,7 +84,8 @@ class PinnedRegions:
         try:
             for name, region in regions.items():
                 address = address_of(region)
-                self.addresses[name] = self._driver.register_host(address, region.nbytes)
+                # Whole pages, as they are mapped.
+                self.addresses[name] = self._driver.register_host(address, -(-region.nbytes // PAGE) * PAGE)
                 self._registered.append(address)
         except Unavailable as error:
             self.close()
