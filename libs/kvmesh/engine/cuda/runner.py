@@ -33,8 +33,9 @@ from kvmesh.layers.cuda.pages import copy_pages
 from kvmesh.layers.cuda.prefill_attention import PrefillAttention
 from kvmesh.layers.cuda.skinny import MAX_ROWS
 from kvmesh.layers.parallel import SINGLE, TensorParallel
+from kvmesh.loading.random import open_reader
 from kvmesh.loading.source import open_checkpoint, resolve
-from kvmesh.loading.weights import Progress, WeightReader
+from kvmesh.loading.weights import Progress
 from kvmesh.models.llama import LlamaWeights
 from kvmesh.models.llama_cuda import CudaLlama, Rows, Scratch
 
@@ -113,7 +114,7 @@ class CudaRunner:
             if checkpoint.config.mla is not None:
                 raise InvalidArgument("latent attention is not served on CUDA yet", details={"field": "model"})
             with torch.inference_mode(), torch.cuda.device(device), told_what_to_lower("weights"):
-                reader = WeightReader(checkpoint, torch.bfloat16, progress)
+                reader = open_reader(checkpoint, torch.bfloat16, progress, device)
                 model = CudaLlama(LlamaWeights(checkpoint.config, reader, tp), device)
             described = checkpoint.describe()
         finally:
