@@ -35,6 +35,9 @@ class Steps:
                 torch.as_tensor(region, device=engine.device).view(torch.bfloat16).normal_()
             else:
                 torch.frombuffer(region.buf, dtype=torch.bfloat16).normal_()
+        if engine.device.type == "cuda":
+            # The runner's stream does not wait for this one.
+            torch.cuda.synchronize(engine.device)
         self._number = 0
 
     def _tables(self, count: int, tokens: int) -> list[np.ndarray]:
