@@ -56,6 +56,9 @@ FEW = [
     A(1, 128, 4, 3, 1),
     A(2, 64, 4, 3, 1),
     A(3, 64, 4, 2, 1, registers=168),
+    A(1, 64, 4, 6, 3),
+    A(2, 64, 4, 3, 3),
+    A(3, 64, 4, 2, 3, registers=168),
     A(1, 64, 4, 7, 2),
     A(2, 64, 4, 4, 2),
     A(4, 32, 2, 4, 2),
@@ -75,7 +78,7 @@ AHEAD = (64, 128, 256, 512)
 
 
 def label(config: AttentionConfig) -> str:
-    return f"{'PSA'[config.mode]}{config.blocks}/{config.tile}w{config.warps}s{config.stages}+{config.ahead}"
+    return f"{'PSAB'[config.mode]}{config.blocks}/{config.tile}w{config.warps}s{config.stages}+{config.ahead}"
 
 
 @triton.jit

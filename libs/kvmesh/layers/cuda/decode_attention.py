@@ -203,31 +203,31 @@ def _bulk(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """As `_swapped`; the copy engine fetches whole tiles, each inside a page, as the list's grain is the tile.
 
-    kv_desc: KV as (rows of D), first_row: the head's first in page 0. What is left of a row's last page is fetched as
-    in `_swapped`, asked for before the loop and added behind it.
+    kv_desc: KV as (rows of D), first_row: the head's first in page 0. What is left of a row behind its last whole
+    tile is fetched as in `_swapped`: the copy engine would bring what lies in a page beyond the row's end.
     """
     m = tl.full((16,), float("-inf"), tl.float32)
     l = tl.zeros((TILE, 16), tl.float32)  # noqa: E741
     acc = tl.zeros((D, 16), tl.float32)
     whole = end & -TILE
     page = tl.load(table_ptr + (begin >> SHIFT))
-    token = tl.arange(0, TILE)
-    valid = token < end - whole
-    keys = kv_ptr + ((whole & (PAGE - 1)) + token)[:, None] * D + tl.arange(0, D)[None, :]
-    if whole < end:
-        keys += tl.load(table_ptr + (whole >> SHIFT)).to(tl.int64) * PAGE_STRIDE
-    last_k = tl.load(keys, mask=valid[:, None], other=0.0)
-    last_v = tl.load(keys + PAGE * D, mask=valid[:, None], other=0.0)
+    last_page = tl.load(table_ptr + (whole >> SHIFT), mask=whole < end, other=0)
     q = _queries(q_ptr, GROUP, D)
     for start in tl.range(begin, whole, TILE, num_stages=STAGES):
         at = page * (PAGE_STRIDE // D) + first_row + (start & (PAGE - 1))
         k = kv_desc.load([at, 0])
         v = kv_desc.load([at + PAGE, 0])
-        page = tl.load(table_ptr + ((start + TILE) >> SHIFT), mask=start + TILE < end, other=0)
+        page = tl.load(table_ptr + ((start + TILE) >> SHIFT), mask=start + TILE < whole, other=0)
         m, l, acc = _advance(q, k, v, tl.dot(k, tl.trans(q)) * scale, m, l, acc)  # noqa: E741
     if whole < end:
-        s = tl.where(valid[:, None], tl.dot(last_k, tl.trans(q)) * scale, float("-inf"))
-        m, l, acc = _advance(q, last_k, last_v, s, m, l, acc)  # noqa: E741
+        token = tl.arange(0, TILE)
+        valid = token < end - whole
+        keys = kv_ptr + last_page.to(tl.int64) * PAGE_STRIDE + ((whole & (PAGE - 1)) + token)[:, None] * D
+        keys += tl.arange(0, D)[None, :]
+        k = tl.load(keys, mask=valid[:, None], other=0.0)
+        v = tl.load(keys + PAGE * D, mask=valid[:, None], other=0.0)
+        s = tl.where(valid[:, None], tl.dot(k, tl.trans(q)) * scale, float("-inf"))
+        m, l, acc = _advance(q, k, v, s, m, l, acc)  # noqa: E741
     return tl.trans(acc), tl.sum(l, 0), m
 
 
