@@ -163,26 +163,31 @@ class CudaLlama:
             if alone and kv_ready is not None:
                 kv_ready(i)
             attend(i, run.q, run.attended)
-            out = self._reduced(run.linear(run.attended.view(len(run.attended), -1), block.out), m)
+            out, bias = self._reduced(
+                run.linear(run.attended.view(len(run.attended), -1), block.out), block.out_bias, m
+            )
             if not alone and kv_ready is not None:
                 # Their sum is queued: what follows it comes behind the append of every rank.
                 kv_ready(i)
-            add_norm(out, block.out_bias, residual, block.mlp_norm, c.rms_eps, normed, m, ring=bell, pdl=behind)
-            partials = self._reduced(run.linear(run.gate_up(normed, block), block.down), m)
-            bias = block.down_bias
+            add_norm(out, bias, residual, block.mlp_norm, c.rms_eps, normed, m, ring=bell, pdl=behind)
+            partials, bias = self._reduced(run.linear(run.gate_up(normed, block), block.down), block.down_bias, m)
         add_norm(partials, bias, residual, self.norm, c.rms_eps, normed, m, ring=None, pdl=behind)
         return normed
 
     def _embed(self, rows: Rows, residual: torch.Tensor, m: int) -> None:
         embed(rows.tokens, rows.last, self.embed, residual, m, pdl=self.pdl)
 
-    def _reduced(self, partials: torch.Tensor, m: int) -> torch.Tensor:
-        """Partial sums (splits, R, width) of this rank → what `add_norm` adds up: with several ranks, their sum (m,
-        width)."""
+    def _reduced(
+        self, partials: torch.Tensor, bias: torch.Tensor | None, m: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Partial sums (splits, R, width) of this rank, and the bias that one rank has → what `add_norm` adds up: with
+        several ranks, the sum of all (m, width)."""
         if self.tp.size == 1:
-            return partials
+            return partials, bias
         mine = partials[0, :m] if len(partials) == 1 else partials[:, :m].sum(0)
-        return self.tp.all_reduce(mine)
+        if bias is not None:
+            mine += bias
+        return self.tp.all_reduce(mine), None
 
 
 class _Skinny:
