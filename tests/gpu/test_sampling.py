@@ -348,6 +348,20 @@ def test_logprobs(sampler: Any, vocab: int, coarse: bool) -> None:
         assert [v for _, v in score.top] == pytest.approx([v for _, v in expected.top], abs=1e-4)
 
 
+def test_scores_of_given_tokens(sampler: Any, vocab: int) -> None:
+    from kvmesh.engine.sampling.logprobs import token_logprobs
+
+    logits = rows_of(16, 7, vocab)
+    targets = np.random.default_rng(0).integers(0, vocab, 7).tolist()
+    scores = sampler.score(torch.from_numpy(logits).to(sampler.device), targets, 3)
+    assert sampler.score(torch.from_numpy(logits).to(sampler.device), [], 3) == []
+    for row, target, score in zip(logits, targets, scores, strict=True):
+        expected = token_logprobs(row, target, 3)
+        assert (score.token_id, score.rank) == (target, expected.rank)
+        assert score.logprob == pytest.approx(expected.logprob, abs=1e-4)
+        assert [t for t, _ in score.top] == [t for t, _ in expected.top]
+
+
 def test_nothing_to_sample(sampler: Any, vocab: int) -> None:
     assert device_tokens(sampler, rows_of(0, 1, vocab), []) == []
 

@@ -330,7 +330,9 @@ class DeviceSampler:
 
     def _score(self, logits: torch.Tensor, prepared: Prepared, tokens: torch.Tensor) -> None:
         count, width, staging = len(prepared.scored), self._scores.shape[1], prepared.staging
-        kernels.score(logits, self._list(prepared, "scored"), self._columns, tokens, self._scores)
+        columns = self._columns
+        scored = self._list(prepared, "scored")
+        kernels.score(logits, scored, columns.alternatives, columns.row, tokens, self._scores)
         if staging.scores.numel() < count * width:
             staging.scores = torch.empty(self._scores.numel(), dtype=torch.int32, pin_memory=self._pinned)
         prepared.width = width
@@ -344,10 +346,21 @@ class DeviceSampler:
         staging, count, width = prepared.staging, len(prepared.scored), prepared.width
         words = staging.scores[: count * width].numpy().reshape(count, width)
         for i, alternatives, row in zip(prepared.scored, prepared.alternatives, words, strict=True):
-            answers[i] = _score_of(row, alternatives)
+            answers[i] = _score_of(row, alternatives) if row[0] >= 0 else None
         prepared.scored = []
         self._staged.append(staging)
         return answers
+
+    def score(self, logits: torch.Tensor, targets: Sequence[int], alternatives: int) -> list[TokenLogprobs]:
+        """Scores targets[i] by row i of logits fp32 (>= N, vocab), contiguous, as prompts want it. Waits."""
+        count, alternatives = len(targets), min(alternatives, self.vocab)
+        if not count:
+            return []
+        words = self._tensor((count, kernels.SCORE_HEADER + 2 * alternatives), torch.int32)
+        numbers = torch.arange(count, dtype=torch.int32, device=self.device)
+        tokens = torch.tensor(targets, dtype=torch.int32, device=self.device)
+        kernels.score(logits, numbers, torch.full_like(numbers, alternatives), numbers, tokens, words)
+        return [_score_of(row, alternatives) for row in words.cpu().numpy()]
 
     def forget(self, seq_ids: Iterable[int]) -> None:
         """These sequences have ended; unknown ones are ignored."""
@@ -362,15 +375,14 @@ def _penalized(sample: SampleInput) -> bool:
     return p.repetition_penalty != 1.0 or p.frequency_penalty != 0.0 or p.presence_penalty != 0.0
 
 
-def _score_of(words: npt.NDArray[np.int32], alternatives: int) -> TokenLogprobs | None:
+def _score_of(words: npt.NDArray[np.int32], alternatives: int) -> TokenLogprobs:
     """From the words that `score_kernel` writes."""
     token, rank = int(words[0]), int(words[1])
-    if token < 0:
-        return None
     header = kernels.SCORE_HEADER
     logit, peak = (float(x) for x in words[2:4].view(np.float32))
     mass = int(words[4]) % (1 << 32) + (int(words[5]) << 32)
-    total = peak + math.log(mass / kernels.UNIT)
+    # No mass: the row held an infinite value, and no probability means anything.
+    total = peak + math.log(mass / kernels.UNIT) if mass > 0 else math.nan
     ids = words[header : header + 2 * alternatives : 2]
     values = words[header + 1 : header + 1 + 2 * alternatives].view(np.float32)[::2]
     top = [(int(i), float(v) - total) for i, v in zip(ids, values, strict=False)]

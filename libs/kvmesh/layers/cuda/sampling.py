@@ -148,16 +148,24 @@ def bias(
 
 
 def score(
-    logits: torch.Tensor, numbers: torch.Tensor, columns: Columns, tokens: torch.Tensor, scores: torch.Tensor
+    logits: torch.Tensor,
+    numbers: torch.Tensor,
+    alternatives: torch.Tensor,
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
 ) -> None:
-    """scores int32 (>= S, SCORE_HEADER + 2 * alternatives at most): see `score_kernel`; numbers int32 (S,)."""
+    """scores int32 (>= S, SCORE_HEADER + 2 * alternatives at most) of samples numbers (S,): see `score_kernel`.
+
+    alternatives, rows, tokens: int32 (N,), by number of sample.
+    """
     vocab = logits.shape[1]
     block, blocks = _blocks(vocab)
     score_kernel[(len(numbers),)](
         logits,
         numbers,
-        columns.alternatives,
-        columns.row,
+        alternatives,
+        rows,
         tokens,
         scores,
         scores.shape[1],

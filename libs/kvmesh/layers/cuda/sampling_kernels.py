@@ -79,11 +79,13 @@ def find_edge(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """(the highest key such that the keys from it on reach `target` in count or in mass, what those above it have)."""
+    """(the highest key such that the keys from it on reach `target` in count or in mass; what those above it have; what
+    those at it have)."""
     lanes = tl.arange(0, BLOCK)
     numbers = tl.arange(0, BINS)
     edge = tl.zeros((), tl.uint32)
     above = tl.zeros((), tl.int64)
+    among = tl.zeros((), tl.int64)
     for digit in range(3):
         shift = tl.maximum(21 - 11 * digit, 0)
         width = tl.minimum(11, 10 + (2 - digit))
@@ -108,16 +110,32 @@ def find_edge(  # type: ignore[no-untyped-def]
         reached = above + tl.cumsum(held)
         chosen = tl.minimum(tl.sum((reached < target).to(tl.int32)), BINS - 1)
         above += tl.sum(tl.where(numbers < chosen, held, 0))
+        among = tl.sum(tl.where(numbers == chosen, held, 0))
         edge = (edge << width) | (-chosen + (BINS - 1)).to(tl.uint32)
         tl.debug_barrier()
-    return edge, above
+    return edge, above, among
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def mass_from(  # type: ignore[no-untyped-def]
+    row, edge, peak, temperature, inverse, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Mass of the tokens from `edge` on."""
+    lanes = tl.arange(0, BLOCK)
+    sums = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, VOCAB, BLOCK):
+        ids = start + lanes
+        x = tl.load(row + ids, mask=ids < VOCAB, other=NOTHING)
+        amount = mass(x, peak, temperature, inverse)
+        sums += tl.where((ids < VOCAB) & (ordered(x) >= edge), amount, 0)
+    return tl.sum(sums)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def block_sums(  # type: ignore[no-untyped-def]
     row,
     edge,
-    equals,  # how many of the tokens at the edge stay: those of the lowest ids
+    equals,  # how many of the tokens at the edge stay: those of the lowest ids; FAR: all
     least,
     peak,
     temperature,
@@ -126,7 +144,7 @@ def block_sums(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """(mass that is kept, tokens at the edge in the blocks before), both (BLOCKS,)."""
+    """(mass that is kept, tokens at the edge in the blocks before if not all stay), both (BLOCKS,)."""
     lanes = tl.arange(0, BLOCK)
     numbers = tl.arange(0, BLOCKS)
     sums = tl.zeros((BLOCKS,), tl.int64)
@@ -139,13 +157,15 @@ def block_sums(  # type: ignore[no-untyped-def]
         x = tl.load(row + ids, mask=ids < VOCAB, other=NOTHING)
         key = ordered(x)
         amount = mass(x, peak, temperature, inverse)
-        kept = (ids < VOCAB) & (key > edge) & (amount >= least)
-        count = tl.sum(((ids < VOCAB) & (key == edge)).to(tl.int32))
-        some = tl.minimum(tl.maximum(equals - before, 0), count)
-        total = tl.sum(tl.where(kept, amount, 0)) + some.to(tl.int64) * each
+        stays = (key > edge) | ((key == edge) & (equals == FAR))
+        total = tl.sum(tl.where((ids < VOCAB) & (amount >= least) & stays, amount, 0))
+        if equals < FAR:
+            count = tl.sum(((ids < VOCAB) & (key == edge)).to(tl.int32))
+            some = tl.minimum(tl.maximum(equals - before, 0), count)
+            total += some.to(tl.int64) * each
+            befores = tl.where(numbers == number, before, befores)
+            before += count
         sums = tl.where(numbers == number, total, sums)
-        befores = tl.where(numbers == number, before, befores)
-        before += count
     return sums, befores
 
 
@@ -250,7 +270,7 @@ def sample_kernel(  # type: ignore[no-untyped-def]
                 # So many lanes have a logit of at least this, so only the few from it on are counted.
                 if top_k <= BLOCK:
                     lowest = lower_bound(best, top_k)
-                edge, _ = find_edge(
+                edge, _, _ = find_edge(
                     row,
                     scratch + at * BINS,
                     top_k.to(tl.int64),
@@ -264,16 +284,17 @@ def sample_kernel(  # type: ignore[no-untyped-def]
                     False,
                 )
             if top_p < 1.0:
-                sums, _ = block_sums(row, edge, equals, 0, peak, temperature, inverse, VOCAB, BLOCK, BLOCKS)
-                total = tl.sum(sums).to(tl.float64)
+                total = mass_from(row, edge, peak, temperature, inverse, VOCAB, BLOCK).to(tl.float64)
                 target = tl.maximum(tl.ceil(top_p * total).to(tl.int64), 1)
                 # Tokens below weigh less together than the tail that is cut.
                 least = tl.maximum(((1.0 - top_p) * total * (0.999 / VOCAB)).to(tl.int64), 1)
-                edge, above = find_edge(
+                edge, above, among = find_edge(
                     row, scratch + at * BINS, target, edge, least, peak, temperature, inverse, VOCAB, BLOCK, True
                 )
                 each = tl.maximum(mass(unordered(edge), peak, temperature, inverse), 1)
-                equals = tl.minimum((target - above + each - 1) // each, FAR).to(tl.int32)
+                # Of equals at the edge only as many as the target needs.
+                if above + among - each >= target:
+                    equals = tl.maximum((target - above + each - 1) // each, 1).to(tl.int32)
             least = tl.load(least_ptr + at)
             token = draw(
                 row, tl.load(noise_ptr + at), edge, equals, least, peak, temperature, inverse, VOCAB, BLOCK, BLOCKS
