@@ -278,10 +278,11 @@ async def _play(world: World, actions: list[tuple[str, int, int]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def pair(fabric: Fabric, *, decode_cache: bool = True, **values: Any) -> Any:
+async def pair(fabric: Fabric, *, decode_cache: bool = True, source_pages: int = 40, **values: Any) -> Any:
     common = {"staging": "on", "staging_pages": 40, "max_batch": 8}
+    source = common | {"staging_pages": source_pages}
     async with (
-        running(fabric=fabric, role="prefill", instance="p", chunk_size=40, **(common | values)) as prefill,
+        running(fabric=fabric, role="prefill", instance="p", chunk_size=40, **(source | values)) as prefill,
         running(fabric=fabric, role="decode", instance="d", prefix_cache=decode_cache, **(common | values)) as decode,
     ):
         yield prefill, decode
@@ -339,23 +340,41 @@ async def test_a_prompt_that_staging_does_not_hold_is_prefilled_here() -> None:
         await all_is_back(prefill, decode)
 
 
-@pytest.mark.parametrize("step", [s for s in RequestStep if s not in (RequestStep.SUBMITTED, RequestStep.DRAINED)])
+async def test_a_source_without_room_refuses_and_one_with_little_serves_in_turn() -> None:
+    async with pair(Fabric(), source_pages=20) as (prefill, decode), Gateway(decode) as gateway:
+        answer = await gateway.ask(prompt(400), prefill=[prefill.target()])
+        assert (answer.finished.transfer_bytes, answer.finished.prefill_retries) == (0, 1)
+        answers = [
+            await gateway.submit(gateway.request(prompt(150, n), prefill=[prefill.target()])) for n in range(1, 9)
+        ]
+        for answer in answers:
+            assert (await answer.wait()).finished.transfer_bytes > 0
+        await all_is_back(prefill, decode)
+
+
+STEPS = [
+    RequestStep.ADMITTED, RequestStep.OPENING_SLOT, RequestStep.SLOT_OPEN, RequestStep.EXPOSED,
+    RequestStep.CALLING_PREFILL, RequestStep.KV_COMPLETE, RequestStep.JOINED, RequestStep.RUN_RECEIVED,
+    RequestStep.RUN_SUBMITTED, RequestStep.RUN_ADMITTED, RequestStep.TRANSFER_STARTED, RequestStep.COMPUTING,
+    RequestStep.COMPUTED,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS)
 async def test_cancelled_at_any_step_every_page_comes_back(step: RequestStep) -> None:
-    reached, gateway_box = asyncio.Event(), []
-    seen = 0
+    reached: list[RequestStep] = []
+    gateways: list[Gateway] = []
 
     async def at(now: RequestStep, key: Any) -> None:
-        nonlocal seen
-        if now is step and gateway_box:
-            seen += 1
-            if seen == 1:
-                reached.set()
-                await gateway_box[0].abort()
+        if now is step and not reached:
+            reached.append(now)
+            await gateways[0].abort()
 
     async with pair(Fabric(), at_step=at) as (prefill, decode), Gateway(decode) as gateway:
-        gateway_box.append(gateway)
+        gateways.append(gateway)
         answer = await gateway.submit(gateway.request(prompt(300), prefill=[prefill.target()]))
         await answer.wait()
+        await until(lambda: reached, "the step is never reached")
         await all_is_back(prefill, decode)
 
 
@@ -404,4 +423,21 @@ async def test_a_lost_sidecar_gives_every_page_back() -> None:
         async with asyncio.timeout(WAIT_S):
             await answer.ended.wait()
         assert answer.finished.transfer_bytes == 0
+        await all_is_back(prefill, decode)
+
+
+async def test_the_engines_pages_stay_while_what_landed_is_copied_to_them() -> None:
+    async with pair(Fabric()) as (prefill, decode), Gateway(decode) as gateway:
+        staging = staged(decode)
+        into: Any = staging._into
+        into.gate.clear()
+        request = gateway.request(prompt(300), prefill=[prefill.target()])
+        answer = await gateway.submit(request)
+        await until(lambda: into._launched, "nothing lands")
+        await gateway.abort(request.request_id)
+        await answer.wait()
+        await decode.core_has_looked()
+        await until(lambda: staging.pool.counts().draining == 19, lambda: str(staging.pool.counts()))
+        assert decode.core.pool.counts().draining == 19
+        into.gate.set()
         await all_is_back(prefill, decode)

@@ -22,6 +22,7 @@ from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.region import Region
 from kvmesh.kv.ring import DOORBELL_BYTES, StepRing
 from kvmesh.transfer.client import SidecarClient
+from kvmesh.transfer.orphans import Writers
 
 if TYPE_CHECKING:
     from kvmesh.engine.cuda.memory import CudaRunnerFace
@@ -106,6 +107,7 @@ async def sidecar_transports(settings: WorkerSettings, layout: KvLayout) -> list
     doorbell = Region.create("kvmesh-probe-doorbell", DOORBELL_BYTES)
     ring = Region.create("kvmesh-probe-ring", StepRing.bytes_for(1, 1))
     until = time.monotonic() + SIDECAR_S
+    writers = Writers()
     try:
         while True:
             try:
@@ -119,6 +121,7 @@ async def sidecar_transports(settings: WorkerSettings, layout: KvLayout) -> list
                     ring=ring,
                     timeout_s=max(_ASK_S, until - time.monotonic()),
                     on_lost=lambda: None,
+                    writers=writers,
                 )
             except (KvmeshError, OSError) as error:
                 if time.monotonic() > until:
@@ -130,6 +133,7 @@ async def sidecar_transports(settings: WorkerSettings, layout: KvLayout) -> list
             await client.close()
             return transports
     finally:
+        writers.close()
         for region in (*regions.values(), doorbell, ring):
             region.close()
 
