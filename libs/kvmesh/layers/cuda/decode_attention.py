@@ -158,7 +158,7 @@ def _plain(  # type: ignore[no-untyped-def]
     return acc, tl.sum(l, 1), m
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _advance(q, k, v, s, m, l, acc):  # type: ignore[no-untyped-def]  # noqa: E741
     """One tile of the transposed form: s (TILE, 16) scores, l (TILE, 16) sums yet to be added up, acc (D, 16)."""
     top = tl.maximum(m, tl.max(s, 0))
