@@ -17,7 +17,7 @@ LIVES = 60 if os.environ.get("KVMESH_SOAK") else 4
 Script = list[list[dict]]
 
 
-def script(rng: random.Random, eos_after: int | None) -> Script:
+def script(rng: random.Random, eos_after: int | None, deadlines: bool) -> Script:
     """Requests in waves: each is submitted at once and served until nothing can run."""
     waves: Script = []
     for _ in range(rng.randint(2, 5)):
@@ -34,6 +34,7 @@ def script(rng: random.Random, eos_after: int | None) -> Script:
                     "mode": mode,
                     "base": rng.randrange(3),
                     "length": rng.randint(1, 26),
+                    "seed": rng.randrange(1 << 32),
                     "n": n,
                     "tail": tail,
                     "priority": rng.choice([0, 0, 1]),
@@ -44,7 +45,7 @@ def script(rng: random.Random, eos_after: int | None) -> Script:
                     "want_logprobs": rng.random() < 0.3,
                     "logprobs": 2,
                     "prompt_logprobs": 1 if scored else None,
-                    "total": rng.choice([None, None, None, 50.0]),
+                    "total": rng.choice([None, None, None, 50.0]) if deadlines else None,
                 }
             )
         waves.append(wave)
@@ -72,8 +73,12 @@ def live(waves: Script, soon: Callable[[], bool] | None, **config: object) -> Wo
     return world
 
 
-def told(world: World, exact: bool) -> dict[RequestKey, list[CoreEvent]]:
-    """Events by request, without times and page numbers; without what the order of steps decides unless exact."""
+def told(world: World, exact: bool) -> list[list[CoreEvent]]:
+    """Events by request, without times and page numbers.
+
+    Unless exact, without what depends on which step has room for whom: whether a hit was found and a choice was
+    preempted, and how the choices of one request alternate.
+    """
     events: dict[RequestKey, list[CoreEvent]] = {key: [] for key in world.tracks}
     for event in world.log:
         if isinstance(event, Admitted):
@@ -89,7 +94,16 @@ def told(world: World, exact: bool) -> dict[RequestKey, list[CoreEvent]]:
             event = replace(event, usage=usage, error=type(event.error))  # type: ignore[arg-type]
         assert not hasattr(event, "load")
         events[event.key].append(event)  # type: ignore[union-attr]
-    return events
+    # Keys may be numbered otherwise, their order is the same.
+    for mine in events.values():
+        for event in mine:
+            event.key = RequestKey("any")  # type: ignore[union-attr]
+    if not exact:
+        for mine in events.values():
+            mine.sort(
+                key=lambda event: event.choice if isinstance(event, Tokens) else 99 * isinstance(event, Ended) - 1
+            )
+    return list(events.values())
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -99,7 +113,7 @@ def test_with_room_for_all_every_event_is_the_same(seed: int, late: bool) -> Non
     for part in range(3):
         rng = random.Random(1000 * seed + part)
         eos_after = rng.choice([None, None, 2])
-        waves = script(rng, eos_after)
+        waves = script(rng, eos_after, True)
         config = {
             "num_pages": 400,
             "check_integrity": False,
@@ -120,13 +134,12 @@ def test_with_room_for_all_every_event_is_the_same(seed: int, late: bool) -> Non
         assert worlds[1].core.counters.preemptions == 0
 
 
-@pytest.mark.parametrize("seed", range(LIVES))
-def test_in_a_small_pool_every_token_is_the_same(seed: int) -> None:
+def test_in_a_small_pool_every_token_is_the_same() -> None:
     preempted = 0
-    for part in range(3):
-        rng = random.Random(7000 * seed + part)
+    for seed in range(3 * LIVES):
+        rng = random.Random(seed)
         eos_after = rng.choice([None, None, 2])
-        waves = script(rng, eos_after)
+        waves = script(rng, eos_after, False)
         page_size = rng.choice([1, 2, 4])
         config = {
             "num_pages": rng.randint(40, 90) // page_size,
