@@ -24,9 +24,9 @@ def filled(plan: WorkPlan, lengths: list[int]) -> tuple[np.ndarray, np.ndarray, 
     return bounds, leads.reshape(COLUMNS, -1), columns.reshape(COLUMNS, -1)[:, :count]
 
 
-@given(rows_of, st.integers(0, 5), st.integers(1, 132))
-def test_every_token_once_in_even_shares(lengths: list[int], spare: int, workers: int) -> None:
-    plan = WorkPlan(len(lengths) + spare, workers)
+@given(rows_of, st.integers(0, 5), st.integers(1, 132), st.sampled_from((GRAIN, 64, 128)))
+def test_every_token_once_in_even_shares(lengths: list[int], spare: int, workers: int, grain: int) -> None:
+    plan = WorkPlan(len(lengths) + spare, workers, grain)
     bounds, leads, columns = filled(plan, lengths)
     row, begin, end, split, splits = columns
     # Every worker's segments, one after another, are all of them.
@@ -48,16 +48,16 @@ def test_every_token_once_in_even_shares(lengths: list[int], spare: int, workers
         assert end[mine[-1]] == length
         assert (begin[mine[1:]] == end[mine[:-1]]).all()
         at += len(mine)
-    assert (begin % GRAIN == 0).all()
+    assert (begin % grain == 0).all()
     assert (end > begin).all()
     # A busy worker's first segment stands beside its bounds, too.
     busy = np.flatnonzero(np.diff(bounds))
     assert (leads[:, busy] == columns[:, bounds[busy]]).all()
     # No share is larger than the mean of as many workers as have enough to do, rounded up to grains.
-    grains = [-(-length // GRAIN) for length in lengths]
+    grains = [-(-length // grain) for length in lengths]
     cost = sum(grains) + ROW_GRAINS * np.count_nonzero(lengths)
-    used = max(1, min(workers, cost // (MIN_SHARE // GRAIN)))
-    per_segment = -(-(end - begin) // GRAIN)
+    used = max(1, min(workers, cost // max(1, MIN_SHARE // grain)))
+    per_segment = -(-(end - begin) // grain)
     for first, last in itertools.pairwise(bounds):
         assert per_segment[first:last].sum() <= -(-cost // used)
 
