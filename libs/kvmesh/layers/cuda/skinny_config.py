@@ -57,9 +57,29 @@ def even_splits(blocks: int, most: int) -> int:
     return max(s for s in range(1, max(1, most) + 1) if s * -(-blocks // s) <= blocks * 1.1)
 
 
-# What was measured to be better than the rules' own, by (kind, rows, n, k): rows is a bucket, or 1 for one row alone;
-# k is 0 for a head.
-MEASURED: dict[tuple[Kind, int, int, int], Config] = {}
+# What an H200 was measured to do best for Llama-3.1-8B's shapes, by (kind, rows, n, k): rows is a bucket, or 1 for one
+# row alone; k is 0 for a head. Everything else is cut by the rules.
+MEASURED: dict[tuple[Kind, int, int, int], Config] = {
+    ("linear", 1, 6144, 4096): Config(4, 2048, 1, 4, gemv=True),
+    ("linear", 16, 6144, 4096): Config(64, 64, 6, 4, splits=4, prefetch=128),
+    ("linear", 32, 6144, 4096): Config(64, 64, 6, 4, splits=4, prefetch=128),
+    ("linear", 64, 6144, 4096): Config(64, 64, 6, 4, splits=2, tma=2, prefetch=128),
+    ("linear", 1, 4096, 4096): Config(16, 512, 1, 4, splits=2, gemv=True),
+    ("linear", 16, 4096, 4096): Config(64, 128, 4, 4, splits=4, prefetch=128),
+    ("linear", 32, 4096, 4096): Config(64, 128, 4, 4, splits=4, prefetch=128),
+    ("linear", 64, 4096, 4096): Config(64, 64, 6, 4, splits=4, tma=2, prefetch=128),
+    ("gate_up", 1, 28672, 4096): Config(4, 1024, 1, 4, gemv=True),
+    ("gate_up", 16, 28672, 4096): Config(64, 128, 3, 4, tma=2, prefetch=64),
+    ("gate_up", 32, 28672, 4096): Config(64, 64, 5, 4, tma=2, prefetch=64),
+    ("gate_up", 64, 28672, 4096): Config(64, 64, 4, 4, tma=2, prefetch=64),
+    ("linear", 1, 4096, 14336): Config(4, 2048, 1, 4, gemv=True),
+    ("linear", 16, 4096, 14336): Config(64, 128, 4, 4, splits=4, prefetch=128),
+    ("linear", 32, 4096, 14336): Config(64, 128, 4, 4, splits=4, prefetch=128),
+    ("linear", 64, 4096, 14336): Config(128, 64, 8, 4, splits=4, prefetch=128),
+    ("head", 1, 128256, 0): Config(64, 128, 4, 4, prefetch=128),
+    ("head", 16, 128256, 0): Config(128, 128, 3, 4, prefetch=128),
+    ("head", 64, 128256, 0): Config(128, 64, 4, 4, tma=2, prefetch=128),
+}
 
 
 @cache
@@ -75,16 +95,16 @@ def _by_rule(kind: Kind, rows: int, n: int, k: int) -> Config:
         # One wave of two blocks an SM at hidden sizes of 8B models; more rows want taller tiles, for x is read by
         # every block.
         if rows <= 32:
-            return Config(64, 64, 5, 4, prefetch=256)
+            return Config(64, 64, 5, 4, prefetch=64)
         if rows == 64:
-            return Config(64, 64, 4, 4, prefetch=256)
-        return Config(128, 64, 4, 8, prefetch=256)
+            return Config(64, 64, 4, 4, prefetch=64)
+        return Config(128, 64, 4, 8, prefetch=64)
     if kind == "head":
         if rows <= 32:
-            return Config(128, 64, 5, 4, prefetch=256)
+            return Config(128, 64, 5, 4, prefetch=128)
         if rows == 64:
-            return Config(128, 64, 4, 4, prefetch=256)
-        return Config(256, 64, 4, 8, prefetch=256)
+            return Config(128, 64, 4, 4, prefetch=128)
+        return Config(256, 64, 4, 8, prefetch=128)
     # As many blocks as are resident at once, each with at least four rounds of its loop. Every split is written and
     # read once more, which counts with many rows: there one deep block an SM does.
     block_n, block_k, stages, most = (64, 128, 4, _MAX_SPLITS) if rows <= 32 else (128, 64, 4, 4)
@@ -94,7 +114,7 @@ def _by_rule(kind: Kind, rows: int, n: int, k: int) -> Config:
     splits = even_splits(blocks, min(2 * _SMS // tiles, most, blocks // 4))
     if tiles * splits <= _SMS and rows >= 64:
         stages *= 2
-    return Config(block_n, block_k, stages, 4, splits=splits, prefetch=512 * 64 // block_n)
+    return Config(block_n, block_k, stages, 4, splits=splits, prefetch=128)
 
 
 def splits_for(m: int, n: int, k: int) -> int:
