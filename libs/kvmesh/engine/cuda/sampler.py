@@ -32,8 +32,7 @@ _TYPES: dict[str, tuple[type[np.generic], torch.dtype]] = {
     "presence": (np.float64, torch.float64),
     "least": (np.int64, torch.int64),
     "adjusted": (np.int64, torch.int64),
-    "temperature": (np.float32, torch.float32),
-    "inverse": (np.float32, torch.float32),
+    "rate": (np.float32, torch.float32),
     "repetition": (np.float32, torch.float32),
     "row": (np.int32, torch.int32),
     "top_k": (np.int32, torch.int32),
@@ -44,7 +43,8 @@ _TYPES: dict[str, tuple[type[np.generic], torch.dtype]] = {
 _ALIGN = 16
 _LISTS_BYTES = 256 << 10
 _ALTERNATIVES = 20
-# 1 / temperature stays finite; below it all mass lies on the most likely tokens anyway.
+_LOG2E = math.log2(math.e)
+# A temperature's inverse stays finite; below this all mass lies on the most likely tokens anyway.
 _COLDEST = 1e-30
 _NO_SEQUENCE = -1
 
@@ -124,7 +124,9 @@ class DeviceSampler:
                 tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        # No tensor of an inference: those may be written in inference mode only.
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _set_rows(self, rows: int) -> None:
         self._rows = rows
@@ -267,9 +269,7 @@ class DeviceSampler:
             staging.bytes[at : at + count * kind.itemsize].view(kind)[:] = values
 
         temperature = [float(np.float32(p.temperature)) for p in params]
-        temperature = [max(t, _COLDEST) if t > 0 else 0.0 for t in temperature]
-        put("temperature", temperature)
-        put("inverse", [1.0 / t if t > 0 else 0.0 for t in temperature])
+        put("rate", [_LOG2E / max(t, _COLDEST) if t > 0 else 0.0 for t in temperature])
         put("noise", [uniform(sample.params.seed, sample.choice, sample.position) for _, _, sample, _ in rows])
         put("top_p", [min(max(p.top_p, 0.0), 1.0) for p in params])
         put("top_k", [p.top_k if 0 < p.top_k < self.vocab else 0 for p in params])

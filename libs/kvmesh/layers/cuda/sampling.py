@@ -34,8 +34,7 @@ class Columns:
     presence: torch.Tensor  # fp64
     least: torch.Tensor  # int64
     adjusted: torch.Tensor  # int64
-    temperature: torch.Tensor  # fp32
-    inverse: torch.Tensor  # fp32
+    rate: torch.Tensor  # fp32
     repetition: torch.Tensor  # fp32
     row: torch.Tensor  # int32
     top_k: torch.Tensor  # int32
@@ -65,8 +64,7 @@ def sample(
         columns.top_p,
         columns.least,
         columns.adjusted,
-        columns.temperature,
-        columns.inverse,
+        columns.rate,
         columns.row,
         columns.top_k,
         columns.slot,

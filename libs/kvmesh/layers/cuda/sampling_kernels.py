@@ -15,11 +15,8 @@ import triton.language as tl  # type: ignore[import-not-found]
 
 BINS = tl.constexpr(2048)
 ONE = tl.constexpr(float(2**44))
-# e^-40 is less than 2^-44.
-LOWEST = tl.constexpr(-40.0)
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2_HIGH = tl.constexpr(0.693145751953125)
-LN2_LOW = tl.constexpr(1.42860682030941723212e-6)
+# 2^-58 weighs nothing.
+LOWEST = tl.constexpr(-58.0)
 NOTHING = tl.constexpr(-float("inf"))
 FAR = tl.constexpr(2**31 - 1)
 # Rounds of bisection for top-k's lower bound: the upper half of the image.
@@ -41,16 +38,12 @@ def unordered(key):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def mass(x, peak, temperature, inverse):  # type: ignore[no-untyped-def]
-    """exp((x - peak) / temperature) in units of 2^-44, int64. The quotient is rounded as a division's, or nearly so."""
-    distance = x - peak
-    scaled = tl.maximum(distance * inverse, LOWEST - 1.0)
-    scaled += tl.fma(-scaled, temperature, distance) * inverse
-    scaled = tl.maximum(scaled, LOWEST)
-    exponent = tl.floor(scaled * LOG2E + 0.5)
-    rest = tl.fma(exponent, -LN2_LOW, tl.fma(exponent, -LN2_HIGH, scaled))
-    power = ((exponent.to(tl.int32) + (127 + 44)) << 23).to(tl.float32, bitcast=True)
-    return (tl.exp2(rest * LOG2E) * power).to(tl.int64)
+def mass(x, peak, rate):  # type: ignore[no-untyped-def]
+    """exp((x - peak) / temperature) in units of 2^-44, int64, where rate is log2(e) / temperature.
+
+    The product's rounding moves a token's probability by 1e-6 of itself at most where it still has a share.
+    """
+    return (tl.exp2(tl.maximum((x - peak) * rate, LOWEST)) * ONE).to(tl.int64)
 
 
 @triton.jit
@@ -73,8 +66,7 @@ def find_edge(  # type: ignore[no-untyped-def]
     lowest,  # keys below take no part
     least,  # masses below take no part
     peak,
-    temperature,
-    inverse,
+    rate,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -98,7 +90,7 @@ def find_edge(  # type: ignore[no-untyped-def]
             # Two shifts: of one by all 32 bits nothing is promised.
             live = (ids < VOCAB) & (key >= lowest) & (((key >> shift) >> width) == edge)
             if WEIGHTED:
-                amount = mass(x, peak, temperature, inverse)
+                amount = mass(x, peak, rate)
                 live &= amount >= least
             else:
                 amount = tl.full((BLOCK,), 1, tl.int64)
@@ -118,7 +110,7 @@ def find_edge(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def mass_from(  # type: ignore[no-untyped-def]
-    row, edge, peak, temperature, inverse, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+    row, edge, peak, rate, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Mass of the tokens from `edge` on."""
     lanes = tl.arange(0, BLOCK)
@@ -126,7 +118,7 @@ def mass_from(  # type: ignore[no-untyped-def]
     for start in range(0, VOCAB, BLOCK):
         ids = start + lanes
         x = tl.load(row + ids, mask=ids < VOCAB, other=NOTHING)
-        amount = mass(x, peak, temperature, inverse)
+        amount = mass(x, peak, rate)
         sums += tl.where((ids < VOCAB) & (ordered(x) >= edge), amount, 0)
     return tl.sum(sums)
 
@@ -138,8 +130,7 @@ def block_sums(  # type: ignore[no-untyped-def]
     equals,  # how many of the tokens at the edge stay: those of the lowest ids; FAR: all
     least,
     peak,
-    temperature,
-    inverse,
+    rate,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -150,13 +141,13 @@ def block_sums(  # type: ignore[no-untyped-def]
     sums = tl.zeros((BLOCKS,), tl.int64)
     befores = tl.zeros((BLOCKS,), tl.int32)
     before = tl.zeros((), tl.int32)
-    each = mass(unordered(edge), peak, temperature, inverse)
+    each = mass(unordered(edge), peak, rate)
     each = tl.where(each >= least, each, 0)
     for number in range((VOCAB + BLOCK - 1) // BLOCK):
         ids = number * BLOCK + lanes
         x = tl.load(row + ids, mask=ids < VOCAB, other=NOTHING)
         key = ordered(x)
-        amount = mass(x, peak, temperature, inverse)
+        amount = mass(x, peak, rate)
         stays = (key > edge) | ((key == edge) & (equals == FAR))
         total = tl.sum(tl.where((ids < VOCAB) & (amount >= least) & stays, amount, 0))
         if equals < FAR:
@@ -194,14 +185,13 @@ def draw(  # type: ignore[no-untyped-def]
     equals,
     least,
     peak,
-    temperature,
-    inverse,
+    rate,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """The first id up to which more than `noise` of the kept mass lies."""
-    sums, befores = block_sums(row, edge, equals, least, peak, temperature, inverse, VOCAB, BLOCK, BLOCKS)
+    sums, befores = block_sums(row, edge, equals, least, peak, rate, VOCAB, BLOCK, BLOCKS)
     total = tl.sum(sums)
     goal = tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)
     numbers = tl.arange(0, BLOCKS)
@@ -211,7 +201,7 @@ def draw(  # type: ignore[no-untyped-def]
     ids = number * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(row + ids, mask=ids < VOCAB, other=NOTHING)
     key = ordered(x)
-    amount = mass(x, peak, temperature, inverse)
+    amount = mass(x, peak, rate)
     equal = (ids < VOCAB) & (key == edge)
     stays = equal & (before + tl.cumsum(equal.to(tl.int32)) <= equals)
     kept = (ids < VOCAB) & (amount >= least) & ((key > edge) | stays)
@@ -226,8 +216,7 @@ def sample_kernel(  # type: ignore[no-untyped-def]
     top_p_ptr,  # fp64 (N,); 1: off
     least_ptr,  # int64 (N,): mass that min_p asks of a token; 0: off
     adjusted_ptr,  # int64 (N,): where the row after penalties is, in floats from `logits`; 0: the raw row is sampled
-    temperature_ptr,  # fp32 (N,); 0: greedy
-    inverse_ptr,  # fp32 (N,): 1 / temperature
+    rate_ptr,  # fp32 (N,): log2(e) / temperature; 0: greedy
     row_ptr,  # int32 (N,): row of logits
     top_k_ptr,  # int32 (N,), below VOCAB; 0: off
     slot_ptr,  # int32 (N,): row of `state` that counts this sequence's tokens; -1: none
@@ -258,9 +247,8 @@ def sample_kernel(  # type: ignore[no-untyped-def]
                 offset = adjusted
         token = tl.min(tl.where(best == peak, where, FAR))
         row = logits + tl.multiple_of(offset, ALIGN)
-        temperature = tl.load(temperature_ptr + at)
-        if temperature > 0.0:
-            inverse = tl.load(inverse_ptr + at)
+        rate = tl.load(rate_ptr + at)
+        if rate > 0.0:
             top_k = tl.load(top_k_ptr + at)
             top_p = tl.load(top_p_ptr + at)
             edge = ordered(tl.full((), NOTHING, tl.float32))
@@ -277,28 +265,25 @@ def sample_kernel(  # type: ignore[no-untyped-def]
                     lowest,
                     0,
                     peak,
-                    temperature,
-                    inverse,
+                    rate,
                     VOCAB,
                     BLOCK,
                     False,
                 )
             if top_p < 1.0:
-                total = mass_from(row, edge, peak, temperature, inverse, VOCAB, BLOCK).to(tl.float64)
+                total = mass_from(row, edge, peak, rate, VOCAB, BLOCK).to(tl.float64)
                 target = tl.maximum(tl.ceil(top_p * total).to(tl.int64), 1)
                 # Tokens below weigh less together than the tail that is cut.
                 least = tl.maximum(((1.0 - top_p) * total * (0.999 / VOCAB)).to(tl.int64), 1)
                 edge, above, among = find_edge(
-                    row, scratch + at * BINS, target, edge, least, peak, temperature, inverse, VOCAB, BLOCK, True
+                    row, scratch + at * BINS, target, edge, least, peak, rate, VOCAB, BLOCK, True
                 )
-                each = tl.maximum(mass(unordered(edge), peak, temperature, inverse), 1)
+                each = tl.maximum(mass(unordered(edge), peak, rate), 1)
                 # Of equals at the edge only as many as the target needs.
                 if above + among - each >= target:
                     equals = tl.maximum((target - above + each - 1) // each, 1).to(tl.int32)
             least = tl.load(least_ptr + at)
-            token = draw(
-                row, tl.load(noise_ptr + at), edge, equals, least, peak, temperature, inverse, VOCAB, BLOCK, BLOCKS
-            )
+            token = draw(row, tl.load(noise_ptr + at), edge, equals, least, peak, rate, VOCAB, BLOCK, BLOCKS)
         slot = tl.load(slot_ptr + at)
         if slot >= 0:
             tl.atomic_add(state + slot.to(tl.int64) * VOCAB + token, 2, sem="relaxed")

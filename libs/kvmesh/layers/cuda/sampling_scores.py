@@ -9,6 +9,7 @@ from kvmesh.layers.cuda.sampling_kernels import FAR, NOTHING, lane_peaks, mass
 
 # Words of a score before its alternatives: token, rank, logit, peak, then the sum's low and high half.
 HEADER = tl.constexpr(6)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["width"])  # type: ignore[untyped-decorator]
@@ -40,7 +41,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
         for start in range(0, VOCAB, BLOCK):
             ids = start + lanes
             x = tl.load(row + ids, mask=ids < VOCAB, other=NOTHING)
-            sums += tl.where(ids < VOCAB, mass(x, peak, 1.0, 1.0), 0)
+            sums += tl.where(ids < VOCAB, mass(x, peak, LOG2E), 0)
             higher += (x > chosen).to(tl.int32)
         total = tl.sum(sums)
         tl.store(out + 1, 1 + tl.sum(higher))
