@@ -21,11 +21,14 @@ log = logging.getLogger(__name__)
 # - Watching for lost ranks is the engine's (`RankGroup`, `StepClock`): torch's own watchdog does not see collectives in
 #   replayed graphs, and ends the process where we want one terminal for each request.
 # - Multicast over NVLink needs rights on the host's fabric that a container rarely has; whoever has them turns it on.
+# - Buffers that NCCL registers while a graph is captured are mapped by CUDA's old IPC, which in a virtual
+#   machine was measured at a tenth of NVLink; a step's messages are too small to gain by it anyway.
 _ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "NCCL_NVLS_ENABLE": "0",
+    "NCCL_GRAPH_REGISTER": "0",
 }
 # NCCL chooses an algorithm by size and connects it at its first use, which must not be inside a capture.
 _WARM_BYTES = tuple(1 << power for power in range(6, 25, 2))
@@ -154,14 +157,6 @@ class NcclParallel:
         with contextlib.suppress(RuntimeError):
             self._group.abort()
         log.debug("rank %d: communicator aborted", self.rank)
-
-
-def check_devices(first: int, size: int) -> None:
-    """FailedPrecondition unless this process sees GPUs first .. first + size - 1."""
-    count = torch.cuda.device_count()
-    if first + size > count:
-        last = first + size - 1
-        raise FailedPrecondition(f"tp={size} needs GPUs {first}..{last}; there are {count}", details={"field": "tp"})
 
 
 def _on_current_stream(options: Any) -> Any:

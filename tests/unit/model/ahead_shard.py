@@ -82,6 +82,9 @@ class ThreadShard:
         except Exception as error:
             raise DeviceFailed(str(error)) from error
 
+    def ring(self, count: int) -> None:
+        pass
+
     def forget(self, seq_ids: Sequence[int]) -> None:
         pass
 

@@ -193,6 +193,20 @@ def test_a_rank_that_cannot_load_ends_the_start_with_its_reason(directory: Path)
         start(directory, fails=[1])
 
 
+def test_a_leader_that_cannot_load_says_why_and_ends_its_ranks(directory: Path) -> None:
+    ranks = start_ranks(str(directory), 2, 1, ahead_shard.__name__)
+    pidfd = open_pidfd(ranks.pids[0])
+    try:
+        with pytest.raises(InvalidArgument, match="this rank does not load"):
+            AheadRunner.load(
+                ranks, str(directory), "fp32", first_gpu=0, options={}, timeout_s=WAIT_S,
+                backend=ahead_shard.ThreadBackend({"fails": [0]}),
+            )  # fmt: skip
+        assert wait_exit(pidfd, WAIT_S)
+    finally:
+        os.close(pidfd)
+
+
 def test_ranks_leave_when_they_are_told_to(directory: Path) -> None:
     engine = Engine(start(directory))
     [pid] = engine.runner.ranks.pids

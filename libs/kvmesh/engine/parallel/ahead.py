@@ -147,6 +147,10 @@ class AheadRunner:
         """See `Runner.execute`."""
         return self.collect(self.launch(batch, on_layer))
 
+    def ring(self, count: int) -> None:
+        """Queue rings of the leader's doorbell that belong to no layer."""
+        self._shard.ring(count)
+
     def forget(self, seq_ids: Sequence[int]) -> None:
         """These sequences have ended."""
         self._shard.forget(seq_ids)

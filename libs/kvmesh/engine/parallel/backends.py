@@ -5,8 +5,8 @@ Torch is imported where something is made, not with this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvmesh.engine.runner import ModelInfo, StepBatch, StepResult
 from kvmesh.kv.layout import KvLayout
@@ -45,7 +45,10 @@ class AsyncShard(Protocol):
     def collect(self, flight: Any) -> StepResult:
         """See `AsyncRunner.collect`; rank 0's result is the step's."""
 
-    def forget(self, seq_ids: Any) -> None:
+    def ring(self, count: int) -> None:
+        """Queue rings that belong to no layer; on rank 0."""
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
         """These sequences have ended."""
 
     def close(self) -> None:
@@ -86,7 +89,7 @@ class CudaBackend:
         from kvmesh.engine.cuda.runner import CudaRunner
 
         device = f"cuda:{self._first + group.rank}"
-        return cast("AsyncShard", CudaRunner.load(spec, dtype, device, progress, group, **self._options))
+        return CudaRunner.load(spec, dtype, device, progress, group, **self._options)
 
     def regions(self, layout: KvLayout, rank: int) -> dict[str, Any]:
         """See `RankBackend`: memory that other processes can map."""
