@@ -53,14 +53,22 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
+def _empty(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", pin: bool = False
+) -> torch.Tensor:
+    """No tensor of inference mode: those may be written in that mode only, and the caller's is its own affair."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin)
+
+
 class _Staging:
     """Pinned memory of one step: the columns, then lists of any length; and what comes back of its scores."""
 
     def __init__(self, rows: int, nbytes: int, pinned: bool) -> None:
         self.rows = rows
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self.buffer = _empty((nbytes,), torch.uint8, pin=pinned)
         self.bytes: npt.NDArray[np.uint8] = self.buffer.numpy()
-        self.scores = torch.empty(0, dtype=torch.int32)
+        self.scores = _empty((0,), torch.int32)
         self.event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     @property
@@ -124,9 +132,7 @@ class DeviceSampler:
                 tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        # No tensor of an inference: those may be written in inference mode only.
-        with torch.inference_mode(False):
-            return torch.empty(shape, dtype=dtype, device=self.device)
+        return _empty(shape, dtype, self.device)
 
     def _set_rows(self, rows: int) -> None:
         self._rows = rows
@@ -334,7 +340,7 @@ class DeviceSampler:
         scored = self._list(prepared, "scored")
         kernels.score(logits, scored, columns.alternatives, columns.row, tokens, self._scores)
         if staging.scores.numel() < count * width:
-            staging.scores = torch.empty(self._scores.numel(), dtype=torch.int32, pin_memory=self._pinned)
+            staging.scores = _empty((self._scores.numel(),), torch.int32, pin=self._pinned)
         prepared.width = width
         staging.scores[: count * width].copy_(self._scores[:count].view(-1), non_blocking=True)
 
