@@ -251,8 +251,6 @@ def test_rows_that_are_no_numbers(sampler: Any, vocab: int) -> None:
 
 def test_penalties_of_steps_that_are_queued_ahead(sampler: Any, vocab: int) -> None:
     """The host learns a token one step late; the counts do not."""
-    from kvmesh.engine.sampler import sample_row
-
     steps, count = 10, 5
     params = [
         SamplingParams(0.0, repetition_penalty=1.5),
@@ -287,7 +285,7 @@ def test_penalties_of_steps_that_are_queued_ahead(sampler: Any, vocab: int) -> N
     for rows, tokens in pending:
         for i, token in enumerate(tokens.tolist()):
             sample = replace(rows[i][2], output_token_ids=list(truth[i]))
-            assert sample_row(logits[i], sample) == token
+            assert_same(logits[i], sample, token)
             truth[i].append(token)
     assert len(set(truth[0])) > 5
 
