@@ -133,8 +133,8 @@ def test_pending_tokens_reach_the_ranks_and_a_rank_killed_under_way_ends_it(dire
     # Launched, and the rank stands still, so that the step waits for it; then it is killed there.
     [pid] = runner.ranks.pids
     pidfd = open_pidfd(pid)
-    reasons: list[str] = []
-    runner.ranks.on_lost(reasons.append)
+    told, reasons = threading.Event(), []
+    runner.ranks.on_lost(lambda reason: (reasons.append(reason), told.set()))
     os.kill(pid, signal.SIGSTOP)
     flight, ahead = engine.prompt(), engine.decode(PENDING, len(PROMPT))
     errors: list[BaseException] = []
@@ -155,6 +155,7 @@ def test_pending_tokens_reach_the_ranks_and_a_rank_killed_under_way_ends_it(dire
     assert time.monotonic() - killed < WAIT_S / 2
     assert isinstance(errors[0], DeviceFailed)
     assert f"rank 1 (pid {pid}) ended with code -9" in errors[0].message
+    assert told.wait(WAIT_S)
     assert reasons == [errors[0].message]
     for late in (lambda: runner.collect(ahead), engine.prompt):
         with pytest.raises(DeviceFailed, match=f"pid {pid}"):

@@ -41,7 +41,6 @@ class AheadRunner:
         self._page_size = 1
         # Must outlive the group.
         self._store = store
-        ranks.on_lost(lambda reason: shard.tp.abort())
         self._clock = StepClock(timeout_s, self._late)
 
     @classmethod
@@ -81,6 +80,7 @@ class AheadRunner:
             ranks.gather(Kind.HELLO, HELLO_S)
             made = backend or CudaBackend(first_gpu, options)
             group = unless_lost(ranks, lambda: made.group(store, 0, ranks.size, timeout_s))
+            ranks.on_lost(lambda reason: group.abort())
 
             def watched(done: int, total: int) -> None:
                 ranks.check()
