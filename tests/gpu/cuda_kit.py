@@ -44,7 +44,8 @@ def make_model(directory: Path, shape: str) -> torch.nn.Module:
             scale = 1.5 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 0.1
             parameter.copy_((torch.randn_like(parameter) * scale + (1.0 if parameter.dim() == 1 else 0.0)).bfloat16())
     model.to(torch.bfloat16).save_pretrained(directory)
-    return model.float()
+    # Read again: the cast has rounded the rotary frequencies too.
+    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def reference(model: torch.nn.Module, ids: Sequence[int]) -> torch.Tensor:

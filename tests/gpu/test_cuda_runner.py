@@ -187,8 +187,9 @@ def test_logits_that_are_no_numbers_cost_their_sequence_alone(driver: Any) -> No
     ids = _ids(10, 6)
     driver.run(driver.slice(1, ids, 0, good))
     # Sequence 2's history was never written: NaN.
-    for page in bad.tolist():
-        driver.runner._region[:, page].fill_(float("nan"))
+    with torch.inference_mode():
+        for page in bad.tolist():
+            driver.runner._region[:, page].fill_(float("nan"))
     with pytest.raises(SequencesFailed) as caught:
         driver.run(driver.slice(1, [5], 10, good), driver.slice(2, [5], 10, bad))
     assert caught.value.seq_ids == {2}
@@ -198,7 +199,7 @@ def test_logits_that_are_no_numbers_cost_their_sequence_alone(driver: Any) -> No
 
 def test_prompt_logprobs_and_forks(models: tuple[Path, Any], driver: Any) -> None:
     from kvmesh.engine.runner import SampleInput, SamplingParams
-    from tests.gpu.cuda_kit import reference
+    from tests.gpu.cuda_kit import assert_close, reference
 
     ids, table = _ids(70, 8), driver.table(80)
     sampled = tuple(SampleInput(SamplingParams(temperature=1.0, seed=3), choice, 70, ids, []) for choice in range(3))
@@ -214,8 +215,9 @@ def test_prompt_logprobs_and_forks(models: tuple[Path, Any], driver: Any) -> Non
     fork = np.concatenate([table[:-1], driver.table(1)]) if driver.page_size == 16 else driver.table(80)
     pairs = [(int(table[70 // driver.page_size]), int(fork[70 // driver.page_size]))]
     fork[: 70 // driver.page_size] = table[: 70 // driver.page_size]
-    both = driver.run(driver.slice(1, [9], 70, table), driver.slice(2, [9], 70, fork), copies=pairs)
-    assert both.slices[0].token_ids == both.slices[1].token_ids
+    driver.run(driver.slice(1, [9], 70, table), driver.slice(2, [9], 70, fork), copies=pairs)
+    both = driver.runner._head.logits[:2].cpu()
+    assert_close(both[:1], both[1:], 0.01)
     driver.free += table.tolist() + fork[70 // driver.page_size :].tolist()
 
 
@@ -227,9 +229,9 @@ def test_a_batch_that_cannot_run_leaves_the_runner_as_it_was(driver: Any) -> Non
     with pytest.raises(InvalidArgument):
         driver.run(driver.slice(1, [5, 99999], 0, table))
     with pytest.raises(Internal):
-        driver.run(driver.slice(1, [5], 40, table))
+        driver.run(driver.slice(1, [5], 70, table))
     with pytest.raises(Internal):
-        driver.run(driver.slice(1, [-1], 3, table))
+        driver.run(driver.slice(99, [-1], 3, table))
     driver.run(driver.slice(1, [5, 6], 0, table))
     assert driver.bell.value == before + driver.runner.info.num_layers
     driver.free += table.tolist()

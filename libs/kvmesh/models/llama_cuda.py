@@ -51,9 +51,23 @@ class Rows:
 
 
 class Attend(Protocol):
-    """q (R, heads, head_dim) over layer number `layer` → out (R, heads, head_dim), bf16."""
+    """q (R, heads, head_dim) over layer number `layer` → out (R, heads, head_dim), bf16. kv: the rows' own K and V in
+    one piece, (R, 2, kv_heads, head_dim), in steps with prompts."""
 
-    def __call__(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None: ...
+    def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor | None, out: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Last:
+    """Rows whose hidden states are wanted, where most are not: behind the last layer's KV, only they go on.
+
+    rows: int64 (count,), count <= MAX_ROWS; none at all with one rank alone, whose KV needs no collective. attend: for
+    them alone.
+    """
+
+    rows: torch.Tensor
+    attend: Attend
+    scratch: Scratch
 
 
 class Scratch:
@@ -137,9 +151,9 @@ class CudaLlama:
 
     def forward(
         self, rows: Rows, layers: list[torch.Tensor], attend: Attend, *, bell: DeviceBell | None,
-        scratch: Scratch | None = None, kv_ready: Callable[[int], None] | None = None,
+        scratch: Scratch | None = None, kv_ready: Callable[[int], None] | None = None, last: Last | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Normed hidden states bf16 (R, hidden).
+        """Normed hidden states bf16 (R, hidden); with `last`, of its rows alone.
 
         layers: KV of each layer, (pages, kv_heads, 2, page_size, head_dim). bell: rung on the device for each layer
         once its KV is in its pages. kv_ready(i): layer i's KV was queued. scratch: where at most MAX_ROWS rows live
@@ -149,7 +163,7 @@ class CudaLlama:
         alone = self.tp.size == 1
         # Behind a collective, whose kernel knows nothing of the rule of `layers.cuda.pdl`.
         behind = pdl and alone
-        run = _Skinny(self, scratch, m) if scratch is not None else _Blas(self, len(rows.tokens))
+        run: _Skinny | _Blas = _Skinny(self, scratch, m) if scratch is not None else _Blas(self, len(rows.tokens))
         residual, normed = run.residual, run.normed
         self._embed(rows, residual, m)
         partials: torch.Tensor | None = None
@@ -158,11 +172,22 @@ class CudaLlama:
             add_norm(partials, bias, residual, block.attn_norm, c.rms_eps, normed, m, ring=None, pdl=behind)
             qkv = run.linear(normed, block.qkv)
             rope_append(
-                qkv, block.qkv_bias, self.cos_sin, rows.positions, rows.slots, layers[i], run.q, m, pdl=pdl
+                qkv, block.qkv_bias, self.cos_sin, rows.positions, rows.slots, layers[i], run.q, m, kv_out=run.kv,
+                pdl=pdl,
             )  # fmt: skip
             if alone and kv_ready is not None:
                 kv_ready(i)
-            attend(i, run.q, run.attended)
+            if last is not None and i + 1 == len(self.blocks):
+                if not len(last.rows):
+                    if bell is not None:
+                        bell.ring()
+                    return normed[:0]
+                m, attend, whole = len(last.rows), last.attend, run
+                run = _Skinny(self, last.scratch, m)
+                torch.index_select(whole.q, 0, last.rows, out=run.q[:m])
+                torch.index_select(residual, 0, last.rows, out=run.residual[:m])
+                residual, normed = run.residual, run.normed
+            attend(i, run.q, run.kv, run.attended)
             out, bias = self._reduced(
                 run.linear(run.attended.view(len(run.attended), -1), block.out), block.out_bias, m
             )
@@ -196,6 +221,7 @@ class _Skinny:
     def __init__(self, model: CudaLlama, scratch: Scratch, m: int) -> None:
         rows, c = row_bucket(m), model.config
         self._model, self._scratch, self._m, self._rows = model, scratch, m, rows
+        self.kv: torch.Tensor | None = None
 
         def view(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
             return buffer[: rows * (buffer.numel() // MAX_ROWS)].view(rows, *shape)
@@ -234,6 +260,7 @@ class _Blas:
         self._model = model
         self.residual, self.normed = new(c.hidden_size), new(c.hidden_size)
         self.q, self.attended = new(model.heads, c.head_dim), new(model.heads, c.head_dim)
+        self.kv: torch.Tensor | None = new(2, model.kv_heads, c.head_dim)
         self._act = new(model.wide)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

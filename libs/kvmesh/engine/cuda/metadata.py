@@ -20,7 +20,8 @@ TURNS = 3
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """A step's rows: one-token slices first (`decode` of them), then the tokens of chunks.
+    """A step's rows: one-token slices first (`decode` of them), then the tokens of chunks, those that begin their
+    sequence first.
 
     order: the batch's slice at each place. first_row: where the slice at a place begins. chunks: (count, start, table)
     of the places behind the decode rows. sampled: places whose last row is sampled, in order.
@@ -43,7 +44,7 @@ def shape_of(batch: StepBatch) -> StepShape:
     slices = batch.slices
     singles = [i for i, s in enumerate(slices) if len(s.token_ids) == 1 and s.prompt_logprobs is None]
     taken = set(singles)
-    order = singles + [i for i in range(len(slices)) if i not in taken]
+    order = singles + sorted((i for i in range(len(slices)) if i not in taken), key=lambda i: slices[i].start > 0)
     first_row, chunks, rows = [], [], 0
     for i in order:
         first_row.append(rows)

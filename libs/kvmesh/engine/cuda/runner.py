@@ -22,8 +22,7 @@ from kvmesh.engine.cuda.metadata import StepMetadata, StepShape, shape_of
 from kvmesh.engine.cuda.parallel_head import ParallelHead
 from kvmesh.engine.cuda.sampler import DeviceSampler
 from kvmesh.engine.failures import DeviceFailed, SequencesFailed
-from kvmesh.engine.runner import ModelInfo, SampleInput, SliceResult, StepBatch, StepResult, TokenLogprobs
-from kvmesh.engine.sampling.logprobs import token_logprobs
+from kvmesh.engine.runner import ModelInfo, SampleInput, Slice, SliceResult, StepBatch, StepResult, TokenLogprobs
 from kvmesh.engine.sampling.processors import needs_processing
 from kvmesh.errors import Internal, InvalidArgument, Unavailable
 from kvmesh.kv.layout import LAYOUT_VERSION, KvLayout
@@ -37,7 +36,7 @@ from kvmesh.loading.random import open_reader
 from kvmesh.loading.source import open_checkpoint, resolve
 from kvmesh.loading.weights import Progress
 from kvmesh.models.llama import LlamaWeights
-from kvmesh.models.llama_cuda import CudaLlama, Rows, Scratch
+from kvmesh.models.llama_cuda import CudaLlama, Last, Rows, Scratch
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +189,11 @@ class CudaRunner:
             self.token_budget + self.max_batch, self.max_batch, self.max_batch * pages_each, size, layout.num_pages,
             c.vocab_size, self._attention, device,
         )  # fmt: skip
+        # The rows of a step of prompts that are sampled: see `_last_rows`.
+        self._ends = StepMetadata(
+            self.max_batch, self.max_batch, self.max_batch * pages_each, size, layout.num_pages, c.vocab_size,
+            self._attention, device,
+        )  # fmt: skip
         self._prefill = PrefillAttention(
             model.heads, model.kv_heads, c.head_dim, size, device, self.max_batch,
             min(self.max_batch * pages_each, 1 << 22),
@@ -214,10 +218,11 @@ class CudaRunner:
         for bucket in sorted({*self._graphs.sizes, 1, min(16, self.max_batch), self.max_batch}, reverse=True):
             self._idle_columns(bucket, bucket)
             self._decode(bucket)
+        self._sampler.warm()
         rows = self.token_budget
         self._idle_columns(rows, 0)
         self._prefill.plan([rows], [0], [np.zeros(-(-rows // self._metadata.page_size), np.int32)])
-        self._eager_rows(rows, 0, bell=self._bell)
+        self._eager_rows(rows, 0)
         self.stream.synchronize()
 
     def _idle_columns(self, rows: int, decode: int) -> None:
@@ -233,7 +238,7 @@ class CudaRunner:
         columns = self._metadata.columns(bucket, bucket)
         rows = Rows(bucket, columns.tokens, columns.positions, columns.slots, self._tokens)
 
-        def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        def attend(layer: int, q: torch.Tensor, kv: torch.Tensor | None, out: torch.Tensor) -> None:
             self._attention.run(q, self._layers[layer], columns, out, bucket)
 
         scratch = self._scratch if bucket <= MAX_ROWS else None
@@ -242,19 +247,42 @@ class CudaRunner:
         self._tokens[:bucket].copy_(self._head.tokens[:bucket])
 
     def _eager_rows(
-        self, rows: int, decode: int, kv_ready: Callable[[int], None] | None = None, bell: DeviceBell | None = None
+        self, rows: int, decode: int, kv_ready: Callable[[int], None] | None = None, last: Last | None = None
     ) -> torch.Tensor:
-        """Hidden states of a step that was planned and filled."""
+        """Hidden states of a step that was planned and filled, or of its `last` rows."""
         columns = self._metadata.columns(rows, decode)
 
-        def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        def attend(layer: int, q: torch.Tensor, kv: torch.Tensor | None, out: torch.Tensor) -> None:
             if decode:
                 self._attention.run(q[:decode], self._layers[layer], columns, out[:decode], decode)
             if rows > decode:
-                self._prefill.run(q[decode:], self._layers[layer], out[decode:])
+                assert kv is not None
+                self._prefill.run(q[decode:], kv[decode:], self._layers[layer], out[decode:])
 
         step = Rows(rows, columns.tokens, columns.positions, columns.slots, self._tokens)
-        return self.model.forward(step, self._layers, attend, bell=bell, kv_ready=kv_ready)
+        return self.model.forward(step, self._layers, attend, bell=self._bell, kv_ready=kv_ready, last=last)
+
+    def _last_rows(self, batch: StepBatch, shape: StepShape, samples: Sequence[tuple[int, int]]) -> Last | None:
+        """The rows that are sampled, where a step of prompts needs no others behind its last layer's KV: their
+        attention is that of decode rows."""
+        if not shape.chunks or any(s.prompt_logprobs is not None for s in batch.slices):
+            return None
+        if len(samples) > min(MAX_ROWS, self.max_batch) or (self.tp.size > 1 and not samples):
+            return None
+        rows = [
+            Slice(s.seq_id, s.token_ids[-1:], s.start + len(s.token_ids) - 1, s.block_table)
+            for s in (batch.slices[i] for _, i in samples)
+        ]
+        ends = StepBatch(batch.step, rows)
+        count = len(rows)
+        if count:
+            self._ends.fill(ends, shape_of(ends), self._last)
+        columns = self._ends.columns(count, count)
+
+        def attend(layer: int, q: torch.Tensor, kv: torch.Tensor | None, out: torch.Tensor) -> None:
+            self._attention.run(q[:count], self._layers[layer], columns, out[:count], count)
+
+        return Last(self._indices([shape.last_row(place) for place, _ in samples]), attend, self._scratch)
 
     # -- steps
 
@@ -301,12 +329,15 @@ class CudaRunner:
             if shape.chunks:
                 counts, starts, tables = zip(*shape.chunks, strict=True)
                 self._prefill.plan(counts, starts, tables)
-            hidden = self._eager_rows(shape.rows, shape.decode, on_layer, self._bell)
+            ends = self._last_rows(batch, shape, samples)
+            hidden = self._eager_rows(shape.rows, shape.decode, on_layer, ends)
             if samples:
-                last = [shape.last_row(place) for place, _ in samples]
-                torch.index_select(hidden, 0, self._indices(last), out=self._picked[: len(last)])
-                self._head(self._picked, len(last))
-                self._tokens[: len(last)].copy_(self._head.tokens[: len(last)])
+                count = len(samples)
+                if ends is None:
+                    last = self._indices([shape.last_row(place) for place, _ in samples])
+                    torch.index_select(hidden, 0, last, out=self._picked[:count])
+                self._head(self._picked if ends is None else hidden, count)
+                self._tokens[:count].copy_(self._head.tokens[:count])
         flight = self._sample(batch, samples)
         if begin is not None:
             end = _event(enable_timing=True)
@@ -387,10 +418,8 @@ class CudaRunner:
         scores: list[TokenLogprobs] = []
         for at in range(0, len(targets), LOGPROB_ROWS):
             part = targets[at : at + LOGPROB_ROWS]
-            logits = torch.mm(hidden[at : at + len(part)], head.t()).float().cpu().numpy()
-            scores.extend(
-                token_logprobs(row, token, slice_.prompt_logprobs or 0) for row, token in zip(logits, part, strict=True)
-            )
+            logits = torch.mm(hidden[at : at + len(part)], head.t()).float()
+            scores.extend(self._sampler.score(logits, part, slice_.prompt_logprobs or 0))
         return scores
 
     def ring(self, count: int) -> None:

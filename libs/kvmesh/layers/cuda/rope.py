@@ -26,6 +26,7 @@ def rope_append_kernel(  # type: ignore[no-untyped-def]
     slots,  # (rows,)
     kv_layer,  # (pages, KV_HEADS, 2, PAGE, DIM) bf16
     q_out,  # (rows, Q_HEADS, DIM) bf16
+    kv_out,  # (rows, 2 KV_HEADS, DIM) bf16, where COPY
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -34,6 +35,7 @@ def rope_append_kernel(  # type: ignore[no-untyped-def]
     PAIRS: tl.constexpr,  # DIM / 2, up to the next power of two
     SPLITS: tl.constexpr,
     BIAS: tl.constexpr,
+    COPY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -92,6 +94,11 @@ def rope_append_kernel(  # type: ignore[no-untyped-def]
     append = mask & (head >= Q_HEADS)[:, None] & (slot >= 0)
     tl.store(target, first, mask=append)
     tl.store(target + HALF, second, mask=append)
+    if COPY:
+        copied = mask & (head >= Q_HEADS)[:, None]
+        target = kv_out + row * (2 * KV_HEADS * DIM) + other[:, None] * DIM + pair[None, :]
+        tl.store(target, first, mask=copied)
+        tl.store(target + HALF, second, mask=copied)
 
 
 def rope_append(
@@ -104,13 +111,15 @@ def rope_append(
     q_out: torch.Tensor,
     m: int,
     *,
+    kv_out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Sum partials (+ bias), rotate q and k, write q, append K and V to their pages: the first `m` rows.
 
     qkv (S, R, (hq + 2 hk) d) or (R, …) of any float dtype; cos_sin fp32 (P, d), `layers.rotary`'s table; positions
     int32 (R,), each of the m in [0, P); slots int64 (R,) = page * page_size + offset, -1 appends nothing; kv_layer
-    (pages, hk, 2, page_size, d) bf16; q_out (R, hq, d) bf16. All contiguous.
+    (pages, hk, 2, page_size, d) bf16; q_out (R, hq, d) bf16. kv_out (R, 2, hk, d) bf16 gets rotated
+    K and V side by side too, for attention that wants them in one piece. All contiguous.
     """
     if m == 0:
         return
@@ -130,6 +139,7 @@ def rope_append(
         slots,
         kv_layer,
         q_out,
+        q_out if kv_out is None else kv_out,
         Q_HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -138,6 +148,7 @@ def rope_append(
         PAIRS=pairs,
         SPLITS=splits,
         BIAS=bias is not None,
+        COPY=kv_out is not None,
         num_warps=max(block * pairs // PAIRS_PER_WARP, 1),
         # A bound for the assembler: its own choice spares registers by loading in several rounds.
         maxnreg=168 if m <= LATENCY_ROWS else None,
