@@ -1,6 +1,7 @@
 """Iteration-level scheduling: which tokens of which sequences the next step computes, and what became of them.
 
-`schedule()` and `postprocess()` are apart; between them the runner works and nothing here changes. Order in a step:
+`schedule()` and `postprocess()` are apart; between them the runner works and nothing here changes, unless it is driven
+one step ahead (see flights.py): then whatever needs no step may change, but nothing is preempted. Order in a step:
 sequences with one token to compute first (decode rows, growing page by page, preempting where there is no page), then
 admission, then prompt chunks with what is left of the token budget. All by rank: priority, arrival, sequence id.
 """
@@ -284,6 +285,8 @@ class Scheduler:
 
     def preempt(self, choice: Choice) -> None:
         """Back to the queue, to be recomputed; what the prefix cache holds then is not computed again."""
+        if choice.ahead:
+            raise Internal(f"sequence {choice!r} is in flight and cannot be preempted")
         self.counters.preemptions += 1
         choice.request.preemptions += 1
         self.running.remove(choice)

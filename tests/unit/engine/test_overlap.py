@@ -559,6 +559,21 @@ def test_a_fork_aborted_while_its_copy_is_in_flight_in_a_step_that_fails() -> No
     world.check_pages_back()
 
 
+def test_a_ring_that_is_full_with_a_step_in_flight_fails_its_transfers_alone() -> None:
+    world = late(page_size=4, chunk_size=4, token_budget=32, ring_records=1, num_pages=60)
+    consume, world.sidecar_ring.consume = world.sidecar_ring.consume, lambda: None
+    other = world.submit(base=1, length=9, max_tokens=12)
+    key = prefill(world, length=40)
+    world.run()
+    assert isinstance(error_of(world.tracks[key]), Unavailable)
+    assert world.core.counters.ring_full == 1
+    assert world.device.deepest == 2
+    assert error_of(world.tracks[other]) is None
+    world.sidecar_ring.consume = consume
+    world.release(key)
+    world.finish()
+
+
 # -- stop, stall
 
 
