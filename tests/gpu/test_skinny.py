@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -176,24 +177,59 @@ def test_weights_by_tensor_maps(kernel_device: str, tma: int) -> None:
         torch.testing.assert_close(both[:m].float(), want, rtol=1e-2, atol=2e-3)
 
 
-def test_one_row_without_tensor_cores(kernel_device: str) -> None:
+def test_few_rows_without_tensor_cores(kernel_device: str) -> None:
     from kvmesh.layers.cuda.skinny import skinny_gate_up, skinny_linear
     from kvmesh.layers.cuda.skinny_config import Config
 
     for n, k, splits in ((200, 176, 2),) if INTERPRETED else ((200, 176, 2), (4096, 4096, 1)):
-        x, weight = operands(1, n, k, kernel_device)
-        full = x[:1].float() @ weight.float().T
-        config = Config(8, 128 if splits > 1 else 1024, 1, 4, splits=splits, gemv=True)
+        for m in (1, 2, 3, 4):
+            x, weight = operands(m, n, k, kernel_device)
+            full = x[:m].float() @ weight.float().T
+            config = Config(8, 128 if splits > 1 else 1024, 1, 4, splits=splits, gemv=True)
+            out = poisoned(config.num_splits(k), len(x), n, device=kernel_device)
+            skinny_linear(x, weight, out, m, pdl=False, config=config)
+            torch.testing.assert_close(out[:, :m].sum(0), full, rtol=2e-3, atol=2e-3)
+            assert out[:, m:].isnan().all()
+            both = poisoned(len(x), n // 2, device=kernel_device, dtype=torch.bfloat16)
+            skinny_gate_up(x, weight, both, m, pdl=False, config=config)
+            gate, up = full.chunk(2, dim=1)
+            want = torch.nn.functional.silu(gate) * up
+            torch.testing.assert_close(both[:m].float(), want, rtol=1e-2, atol=2e-3)
+            assert both[m:].isnan().all()
+
+
+WAYS: dict[str, dict[str, int | bool]] = {
+    "part of a tile": {"step": 56},
+    "starts apart": {"turn": 1},
+    "both": {"step": 40, "turn": 3},
+    "by tensor maps": {"turn": 1, "tma": 2},
+    "late": {"late": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_cut(kernel_device: str, way: str) -> None:
+    from kvmesh.layers.cuda import pdl as launches
+    from kvmesh.layers.cuda.skinny import skinny_gate_up, skinny_linear
+    from kvmesh.layers.cuda.skinny_config import Config
+
+    pdl = launches.available(torch.device(kernel_device))
+    for m, n, k in ((17, 400, 144), (3, 192, 176)) if INTERPRETED else ((17, 400, 144), (40, 6144, 4096)):
+        x, weight = operands(m, n, k, kernel_device)
+        full = x[:m].float() @ weight.float().T
+        config = Config(64, 64, 4, 4, splits=2, prefetch=128, **WAYS[way])  # type: ignore[arg-type]
         out = poisoned(config.num_splits(k), len(x), n, device=kernel_device)
-        skinny_linear(x, weight, out, 1, pdl=False, config=config)
-        torch.testing.assert_close(out[:, :1].sum(0), full, rtol=2e-3, atol=2e-3)
-        assert out[:, 1:].isnan().all()
-        both = poisoned(len(x), n // 2, device=kernel_device, dtype=torch.bfloat16)
-        skinny_gate_up(x, weight, both, 1, pdl=False, config=config)
+        skinny_linear(x, weight, out, m, pdl=pdl, config=config)
+        torch.testing.assert_close(out[:, :m].sum(0), full, rtol=2e-3, atol=2e-3)
+        assert out[:, m:].isnan().all()
         gate, up = full.chunk(2, dim=1)
         want = torch.nn.functional.silu(gate) * up
-        torch.testing.assert_close(both[:1].float(), want, rtol=1e-2, atol=2e-3)
-        assert both[1:].isnan().all()
+        paired = dataclasses.replace(config, block_n=32, step=config.step // 2, paired=True)
+        for each in (config, paired):
+            both = poisoned(len(x), n // 2, device=kernel_device, dtype=torch.bfloat16)
+            skinny_gate_up(x, weight, both, m, pdl=pdl, config=each)
+            torch.testing.assert_close(both[:m].float(), want, rtol=1e-2, atol=2e-3)
+            assert both[m:].isnan().all()
 
 
 def test_splits_cover_k_and_none_is_empty() -> None:

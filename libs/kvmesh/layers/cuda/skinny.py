@@ -16,6 +16,7 @@ from kvmesh.layers.cuda import pdl as launches
 from kvmesh.layers.cuda import skinny_gemv as gemv
 from kvmesh.layers.cuda import skinny_kernels as kernels
 from kvmesh.layers.cuda.skinny_config import (
+    GEMV_ROWS,
     MAX_ROWS,
     Config,
     Kind,
@@ -23,6 +24,7 @@ from kvmesh.layers.cuda.skinny_config import (
     head_tiles,
     row_bucket,
     splits_for,
+    use_blas,
 )
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "skinny_head",
     "skinny_linear",
     "splits_for",
+    "use_blas",
 ]
 
 
@@ -50,20 +53,21 @@ def skinny_linear(
     _check(x, weight, m, k)
     if out.shape != (splits, x.shape[0], n):
         raise ValueError(f"out has shape {tuple(out.shape)}, not {(splits, x.shape[0], n)}")
-    if config.gemv and m == 1:
+    if config.gemv and m <= GEMV_ROWS:
         gemv.linear[(triton.cdiv(n, config.block_n), splits)](
             x,
             weight,
             out,
+            m,
             n,
             k,
             config.split_columns(k),
             out.stride(0),
-            **_gemv_options(config, n, k),
+            **_gemv_options(config, m, n, k),
             **launches.options(pdl),
         )
         return
-    kernels.linear[(triton.cdiv(n, config.block_n), splits)](
+    kernels.linear[(triton.cdiv(n, config.tile_rows), splits)](
         *_operands(x, weight, m, config),
         out,
         m,
@@ -84,12 +88,13 @@ def skinny_gate_up(
     _check(x, weight, m, k)
     if out.shape != (x.shape[0], n // 2):
         raise ValueError(f"out has shape {tuple(out.shape)}, not {(x.shape[0], n // 2)}")
-    if config.gemv and m == 1:
+    if config.gemv and m <= GEMV_ROWS:
         gemv.gate_up[(triton.cdiv(n // 2, config.block_n),)](
-            x, weight, out, n // 2, k, **_gemv_options(config, n // 2, k), **launches.options(pdl)
+            x, weight, out, m, n // 2, k, **_gemv_options(config, m, n // 2, k), **launches.options(pdl)
         )
         return
-    kernels.gate_up[(triton.cdiv(n // 2, config.block_n),)](
+    kernel = kernels.gate_up_paired if config.paired else kernels.gate_up
+    kernel[(triton.cdiv(n // 2, config.tile_rows),)](
         *_operands(x, weight, m, config),
         out,
         m,
@@ -159,7 +164,7 @@ def _operands(x: torch.Tensor, weight: torch.Tensor, m: int, config: Config) -> 
     """x and weight, each with its tensor map where there is one. The map of x ends at row m: the rest is not read."""
     x_map: Any = x
     w_map: Any = weight
-    if config.tma:
+    if config.tma and not config.paired:
         w_map = TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k])
     if config.tma == 2:
         x_map = TensorDescriptor(x, [m, x.shape[1]], [x.shape[1], 1], [x.shape[0], config.block_k])
@@ -173,22 +178,26 @@ def _options(kind: Kind, config: Config, rows: int, n: int, k: int) -> dict[str,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "STAGES": config.stages,
-        "EVEN_N": n % config.block_n == 0,
+        "EVEN_N": not config.step and n % config.block_n == 0,
         "EVEN_K": k % config.block_k == 0,
         "TMA": config.tma,
         "COLUMNS": config.prefetch,
         "PIECES": max(1, 32 * config.warps // config.block_n),
+        "STEP": config.tile_rows,
+        "TURN": config.turn,
+        "LATE": config.late,
         "num_warps": config.warps,
         "num_stages": config.stages,
     }
 
 
-def _gemv_options(config: Config, n: int, k: int) -> dict[str, Any]:
+def _gemv_options(config: Config, m: int, n: int, k: int) -> dict[str, Any]:
     return {
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "EVEN_N": n % config.block_n == 0,
         "EVEN_K": k % config.block_k == 0,
+        "M": 1 << (m - 1).bit_length(),
         "num_warps": config.warps,
         "num_stages": config.stages,
     }

@@ -12,6 +12,7 @@ MAX_ROWS = 128
 BUCKETS = (16, 32, 64, 128)
 # Of the target, an H200.
 _SMS = 132
+GEMV_ROWS = 4
 _MAX_SPLITS = 8
 
 
@@ -32,8 +33,19 @@ class Config:
     warps: int
     splits: int = 1  # of K, at most; linear only
     tma: int = 0  # 0: every thread copies its 16 bytes; 1: weights by tensor maps; 2: x too
-    gemv: bool = False  # one row, without tensor cores; no head
+    gemv: bool = False  # up to GEMV_ROWS rows, without tensor cores; no head
     prefetch: int = 0  # columns of a block's weight rows that are asked for into L2 before the wait
+    step: int = (
+        0  # rows of a tile that are used, 0 for all: it can make blocks as many as are resident; no tma, no head
+    )
+    turn: int = 0  # blocks of K by which neighbouring tiles start apart
+    late: bool = False  # the next kernel's blocks start behind the loop, not in front of it
+    paired: bool = False  # gate_up: both halves' rows in one tile; weights not by tensor maps
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of the product that a block computes."""
+        return self.step or self.block_n
 
     def split_columns(self, k: int) -> int:
         """Columns of K in a split: whole blocks."""
@@ -57,8 +69,8 @@ def even_splits(blocks: int, most: int) -> int:
     return max(s for s in range(1, max(1, most) + 1) if s * -(-blocks // s) <= blocks * 1.1)
 
 
-# What an H200 was measured to do best for Llama-3.1-8B's shapes, by (kind, rows, n, k): rows is a bucket, or 1 for one
-# row alone; k is 0 for a head. Everything else is cut by the rules.
+# What an H200 was measured to do best for Llama-3.1-8B's shapes, by (kind, rows, n, k): rows is a power of two, for
+# counts up to it; below 16, a head has only an entry for one row. k is 0 for a head. Everything else is cut by rules.
 MEASURED: dict[tuple[Kind, int, int, int], Config] = {
     ("linear", 1, 6144, 4096): Config(4, 2048, 1, 4, gemv=True),
     ("linear", 16, 6144, 4096): Config(64, 64, 6, 4, splits=4, prefetch=128),
@@ -86,8 +98,17 @@ MEASURED: dict[tuple[Kind, int, int, int], Config] = {
 def config_for(kind: Kind, m: int, n: int, k: int) -> Config:
     """The configuration of a product of m rows with n outputs (gate_up: of both halves together) and k inputs."""
     rows = row_bucket(m)
-    alone = MEASURED.get((kind, 1, n, k)) if m == 1 else None
-    return alone or MEASURED.get((kind, rows, n, k)) or _by_rule(kind, rows, n, k)
+    few = 1 << (m - 1).bit_length()
+    return MEASURED.get((kind, few, n, k)) or MEASURED.get((kind, rows, n, k)) or _by_rule(kind, rows, n, k)
+
+
+# Products of more than a few rows for which cuBLAS was measured to be faster than any of these kernels, in a layer.
+BLAS: frozenset[tuple[Kind, int, int, int]] = frozenset()
+
+
+def use_blas(kind: Kind, m: int, n: int, k: int) -> bool:
+    """Whether torch.mm (gate_up: and silu_mul) is the better way for this product."""
+    return (kind, 1 << (m - 1).bit_length(), n, k) in BLAS
 
 
 def _by_rule(kind: Kind, rows: int, n: int, k: int) -> Config:

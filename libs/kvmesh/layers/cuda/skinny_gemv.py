@@ -1,6 +1,7 @@
-"""Kernels of products with one row: no tensor cores, weights go from memory to registers.
+"""Kernels of products with one to four rows: no tensor cores, weights go from memory to registers.
 
-Many small blocks, each a few rows of the weight: what is in flight is what all the threads' registers hold.
+Many small blocks, each a few rows of the weight: what is in flight is what all the threads' registers hold. With more
+rows than one a thread adds up its neighbouring columns at once, so that its sums leave registers to the weights.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-not-found]
+
+# Columns that a thread reads at once: 16 bytes.
+_TOGETHER = tl.constexpr(8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -26,20 +30,54 @@ def _tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _x(x_ptr, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):  # type: ignore[no-untyped-def]
+def _x(x_ptr, row, m, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A row of x (1, BLOCK_K) in fp32, zeros where there is none."""
     columns = k + tl.arange(0, BLOCK_K)
-    if EVEN_K:
-        x = tl.load(x_ptr + columns, eviction_policy="evict_last")
+    at = x_ptr + row * K + columns
+    if EVEN_K and M == 1:
+        x = tl.load(at, eviction_policy="evict_last")
     else:
-        x = tl.load(x_ptr + columns, mask=columns < K, other=0.0, eviction_policy="evict_last")
+        x = tl.load(at, mask=(columns < K) & (row < m), other=0.0, eviction_policy="evict_last")
     return x.to(tl.float32)[None, :]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _products(w, x, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a row adds to its sums: (BLOCK_N, BLOCK_K), or with several rows (BLOCK_N, BLOCK_K / 8)."""
+    product = w * x
+    if M > 1:
+        product = tl.sum(tl.reshape(product, (BLOCK_N, BLOCK_K // _TOGETHER, _TOGETHER)), axis=2)
+    return product
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add(  # type: ignore[no-untyped-def]
+    sums, w, x_ptr, m, k, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, M: tl.constexpr
+):
+    """The rows' sums (a tuple of M) with the columns from k on."""
+    new = ()
+    for row in tl.static_range(M):
+        x = _x(x_ptr, row, m, k, K, BLOCK_K, EVEN_K, M)
+        total = sums[row] + _products(w, x, BLOCK_N, BLOCK_K, M)
+        new = new + (total,)  # type: ignore[assignment]  # noqa: RUF005
+    return new
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _zeros(BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
+    zeros = tl.zeros((BLOCK_N, BLOCK_K if M == 1 else BLOCK_K // _TOGETHER), tl.float32)
+    new = ()
+    for _ in tl.static_range(M):
+        new = new + (zeros,)  # type: ignore[assignment]  # noqa: RUF005
+    return new
+
+
+@triton.jit(do_not_specialize=["m"])  # type: ignore[untyped-decorator]
 def linear(  # type: ignore[no-untyped-def]
-    x_ptr,  # (rows, K) bf16, of which the first
+    x_ptr,  # (rows, K) bf16, of which the first m
     w_ptr,  # (N, K) bf16
-    out_ptr,  # (splits, rows, N) fp32, of which each split's first row
+    out_ptr,  # (splits, rows, N) fp32, of which each split's first m rows
+    m,  # at most M
     N,
     K,
     k_split,  # columns of a split, a multiple of BLOCK_K
@@ -48,6 +86,7 @@ def linear(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
+    M: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -60,25 +99,29 @@ def linear(  # type: ignore[no-untyped-def]
     w = _tile(w_ptr, first, N, k_begin, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
     if PDL:
         gdc_wait()
-    acc = w * _x(x_ptr, k_begin, K, BLOCK_K, EVEN_K)
+    sums = _add(_zeros(BLOCK_N, BLOCK_K, M), w, x_ptr, m, k_begin, K, BLOCK_N, BLOCK_K, EVEN_K, M)
     for k in tl.range(k_begin + BLOCK_K, k_end, BLOCK_K):
         w = _tile(w_ptr, first, N, k, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
-        acc += w * _x(x_ptr, k, K, BLOCK_K, EVEN_K)
+        sums = _add(sums, w, x_ptr, m, k, K, BLOCK_N, BLOCK_K, EVEN_K, M)
     n = first + tl.arange(0, BLOCK_N)
-    tl.store(out_ptr + split * split_stride + n, tl.sum(acc, axis=1), mask=n < N)
+    for row in tl.static_range(M):
+        at = out_ptr + split * split_stride + row * N + n
+        tl.store(at, tl.sum(sums[row], axis=1), mask=(n < N) & (row < m))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["m"])  # type: ignore[untyped-decorator]
 def gate_up(  # type: ignore[no-untyped-def]
-    x_ptr,  # (rows, K) bf16, of which the first
+    x_ptr,  # (rows, K) bf16, of which the first m
     w_ptr,  # (2 N, K) bf16: the gates' rows, then the ups'
-    out_ptr,  # (rows, N) bf16, of which the first
+    out_ptr,  # (rows, N) bf16, of which the first m
+    m,  # at most M
     N,
     K,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
+    M: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -88,16 +131,15 @@ def gate_up(  # type: ignore[no-untyped-def]
     w_up = _tile(w_ptr, N + first, 2 * N, 0, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
     if PDL:
         gdc_wait()
-    x = _x(x_ptr, 0, K, BLOCK_K, EVEN_K)
-    gate = w_gate * x
-    up = w_up * x
+    gate = _add(_zeros(BLOCK_N, BLOCK_K, M), w_gate, x_ptr, m, 0, K, BLOCK_N, BLOCK_K, EVEN_K, M)
+    up = _add(_zeros(BLOCK_N, BLOCK_K, M), w_up, x_ptr, m, 0, K, BLOCK_N, BLOCK_K, EVEN_K, M)
     for k in tl.range(BLOCK_K, K, BLOCK_K):
         w_gate = _tile(w_ptr, first, N, k, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
         w_up = _tile(w_ptr, N + first, 2 * N, k, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
-        x = _x(x_ptr, k, K, BLOCK_K, EVEN_K)
-        gate += w_gate * x
-        up += w_up * x
-    total = tl.sum(gate, axis=1)
-    product = total / (1.0 + tl.exp(-total)) * tl.sum(up, axis=1)
+        gate = _add(gate, w_gate, x_ptr, m, k, K, BLOCK_N, BLOCK_K, EVEN_K, M)
+        up = _add(up, w_up, x_ptr, m, k, K, BLOCK_N, BLOCK_K, EVEN_K, M)
     n = first + tl.arange(0, BLOCK_N)
-    tl.store(out_ptr + n, product.to(tl.bfloat16), mask=n < N)
+    for row in tl.static_range(M):
+        total = tl.sum(gate[row], axis=1)
+        product = total / (1.0 + tl.exp(-total)) * tl.sum(up[row], axis=1)
+        tl.store(out_ptr + row * N + n, product.to(tl.bfloat16), mask=(n < N) & (row < m))

@@ -98,6 +98,23 @@ def _load_w(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _turned(k, shift, end, columns):  # type: ignore[no-untyped-def]
+    """Where a block that starts `shift` columns late is when one that starts at the first is at k."""
+    at = k + shift
+    return tl.where(at >= end, at - columns, at)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _shift(tile, k_begin, k_end, BLOCK_K: tl.constexpr, TURN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(columns that this tile starts late, columns of its loop): neighbours do not ask for the same ones at once."""
+    blocks = tl.cdiv(k_end - k_begin, BLOCK_K)
+    shift = 0
+    if TURN > 0:
+        shift = (tile * TURN) % blocks * BLOCK_K
+    return shift, blocks * BLOCK_K
+
+
+@triton.jit
 def _dot(w, x, acc):  # type: ignore[no-untyped-def]
     if _WIDEN:
         acc = tl.dot(w.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
@@ -126,28 +143,37 @@ def linear(  # type: ignore[no-untyped-def]
     TMA: tl.constexpr,
     COLUMNS: tl.constexpr,
     PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    TURN: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
+    if PDL and not LATE:
         gdc_launch_dependents()
-    first = tl.program_id(0) * BLOCK_N
+    tile = tl.program_id(0)
+    first = tile * STEP
+    end = tl.minimum(first + STEP, N)
     split = tl.program_id(1)
     k_begin = split * k_split
     k_end = tl.minimum(k_begin + k_split, K)
+    shift, columns = _shift(tile, k_begin, k_end, BLOCK_K, TURN)
     if PDL:
         if COLUMNS > 0:
-            _prefetch(w_ptr, first, N, k_begin, k_end, K, BLOCK_N, COLUMNS, PIECES)
+            _prefetch(w_ptr, first, end, k_begin + shift, k_end, K, BLOCK_N, COLUMNS, PIECES)
         gdc_wait()
     acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
     for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
-        w = _load_w(w_ptr, w_desc, first, N, k, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, TMA)
-        x = _load_x(x_ptr, x_desc, k, m, K, ROWS, BLOCK_K, EVEN_K, TMA)
+        at = _turned(k, shift, k_begin + columns, columns) if TURN > 0 else k
+        w = _load_w(w_ptr, w_desc, first, end, at, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, TMA)
+        x = _load_x(x_ptr, x_desc, at, m, K, ROWS, BLOCK_K, EVEN_K, TMA)
         acc = _dot(w, x, acc)
+    if PDL and LATE:
+        gdc_launch_dependents()
     n = first + tl.arange(0, BLOCK_N)[:, None]
     rows = tl.arange(0, ROWS)[None, :]
     mask = rows < m
     if not EVEN_N:
-        mask = mask & (n < N)
+        mask = mask & (n < end)
     tl.store(out_ptr + (split * ROWS + rows) * N + n, acc, mask=mask)
 
 
@@ -170,31 +196,104 @@ def gate_up(  # type: ignore[no-untyped-def]
     TMA: tl.constexpr,
     COLUMNS: tl.constexpr,
     PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    TURN: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
+    if PDL and not LATE:
         gdc_launch_dependents()
-    first = tl.program_id(0) * BLOCK_N
+    tile = tl.program_id(0)
+    first = tile * STEP
+    end = tl.minimum(first + STEP, N)
+    shift, columns = _shift(tile, 0, K, BLOCK_K, TURN)
     if PDL:
         if COLUMNS > 0:
-            _prefetch(w_ptr, first, N, 0, K, K, BLOCK_N, COLUMNS, PIECES)
-            _prefetch(w_ptr, N + first, 2 * N, 0, K, K, BLOCK_N, COLUMNS, PIECES)
+            _prefetch(w_ptr, first, end, shift, K, K, BLOCK_N, COLUMNS, PIECES)
+            _prefetch(w_ptr, N + first, N + end, shift, K, K, BLOCK_N, COLUMNS, PIECES)
         gdc_wait()
     gate = tl.zeros((BLOCK_N, ROWS), tl.float32)
     up = tl.zeros((BLOCK_N, ROWS), tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        w_gate = _load_w(w_ptr, w_desc, first, N, k, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, TMA)
-        w_up = _load_w(w_ptr, w_desc, N + first, 2 * N, k, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, TMA)
-        x = _load_x(x_ptr, x_desc, k, m, K, ROWS, BLOCK_K, EVEN_K, TMA)
+        at = _turned(k, shift, columns, columns) if TURN > 0 else k
+        w_gate = _load_w(w_ptr, w_desc, first, end, at, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, TMA)
+        w_up = _load_w(w_ptr, w_desc, N + first, N + end, at, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, TMA)
+        x = _load_x(x_ptr, x_desc, at, m, K, ROWS, BLOCK_K, EVEN_K, TMA)
         gate = _dot(w_gate, x, gate)
         up = _dot(w_up, x, up)
+    if PDL and LATE:
+        gdc_launch_dependents()
     product = gate / (1.0 + tl.exp(-gate)) * up
     n = first + tl.arange(0, BLOCK_N)[:, None]
     rows = tl.arange(0, ROWS)[None, :]
     mask = rows < m
     if not EVEN_N:
-        mask = mask & (n < N)
+        mask = mask & (n < end)
     tl.store(out_ptr + rows * N + n, product.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit(do_not_specialize=["m"])  # type: ignore[untyped-decorator]
+def gate_up_paired(  # type: ignore[no-untyped-def]
+    x_ptr,  # (ROWS, K) bf16
+    x_desc,
+    w_ptr,  # (2 N, K) bf16: the gates' rows, then the ups'
+    w_desc,  # of no use here: a tile is no box
+    out_ptr,  # (ROWS, N) bf16
+    m,
+    N,
+    K,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    TURN: tl.constexpr,
+    LATE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """gate_up with one tile of 2 BLOCK_N rows: eight gates, their eight ups, the next eight gates, and so on.
+
+    Eight rows are what a thread's registers of the product are apart: it holds a gate and its up.
+    """
+    if PDL and not LATE:
+        gdc_launch_dependents()
+    tile = tl.program_id(0)
+    first = tile * STEP
+    end = tl.minimum(first + STEP, N)
+    shift, columns = _shift(tile, 0, K, BLOCK_K, TURN)
+    if PDL:
+        if COLUMNS > 0:
+            _prefetch(w_ptr, first, end, shift, K, K, BLOCK_N, COLUMNS, PIECES)
+            _prefetch(w_ptr, N + first, N + end, shift, K, K, BLOCK_N, COLUMNS, PIECES)
+        gdc_wait()
+    lane = tl.arange(0, 2 * BLOCK_N)[:, None]
+    output = first + lane // 16 * 8 + lane % 8
+    rows = w_ptr + (output + lane // 8 % 2 * N).to(tl.int64) * K
+    acc = tl.zeros((2 * BLOCK_N, ROWS), tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        at = _turned(k, shift, columns, columns) if TURN > 0 else k
+        column = at + tl.arange(0, BLOCK_K)[None, :]
+        if EVEN_N and EVEN_K:
+            w = tl.load(rows + column, eviction_policy="evict_first")
+        else:
+            w = tl.load(rows + column, mask=(output < end) & (column < K), other=0.0, eviction_policy="evict_first")
+        x = _load_x(x_ptr, x_desc, at, m, K, ROWS, BLOCK_K, EVEN_K, TMA)
+        acc = _dot(w, x, acc)
+    if PDL and LATE:
+        gdc_launch_dependents()
+    gate, up = acc.reshape(BLOCK_N // 8, 2, 8, ROWS).permute(0, 2, 3, 1).split()
+    product = (gate / (1.0 + tl.exp(-gate)) * up).to(tl.bfloat16).reshape(BLOCK_N, ROWS)
+    n = first + tl.arange(0, BLOCK_N)[:, None]
+    row = tl.arange(0, ROWS)[None, :]
+    mask = row < m
+    if not EVEN_N:
+        mask = mask & (n < end)
+    tl.store(out_ptr + row * N + n, product, mask=mask)
 
 
 @triton.jit(do_not_specialize=["m"])  # type: ignore[untyped-decorator]
@@ -218,21 +317,28 @@ def head(  # type: ignore[no-untyped-def]
     TMA: tl.constexpr,
     COLUMNS: tl.constexpr,
     PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+    TURN: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
+    if PDL and not LATE:
         gdc_launch_dependents()
     tile = tl.program_id(0)
-    first = tile * BLOCK_N
+    first = tile * STEP
+    shift, columns = _shift(tile, 0, K, BLOCK_K, TURN)
     if PDL:
         if COLUMNS > 0 and tile < _FIRST_WAVE:
-            _prefetch(w_ptr, first, N, 0, K, K, BLOCK_N, COLUMNS, PIECES)
+            _prefetch(w_ptr, first, N, shift, K, K, BLOCK_N, COLUMNS, PIECES)
         gdc_wait()
     acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        w = _load_w(w_ptr, w_desc, first, N, k, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, TMA)
-        x = _load_x(x_ptr, x_desc, k, m, K, ROWS, BLOCK_K, EVEN_K, TMA)
+        at = _turned(k, shift, columns, columns) if TURN > 0 else k
+        w = _load_w(w_ptr, w_desc, first, N, at, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, TMA)
+        x = _load_x(x_ptr, x_desc, at, m, K, ROWS, BLOCK_K, EVEN_K, TMA)
         acc = _dot(w, x, acc)
+    if PDL and LATE:
+        gdc_launch_dependents()
     n = first + tl.arange(0, BLOCK_N)[:, None]
     rows = tl.arange(0, ROWS)[None, :]
     mask = rows < m
