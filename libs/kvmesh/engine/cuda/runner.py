@@ -309,16 +309,18 @@ class CudaRunner:
         on_layer: Callable[[int], None] | None = None,
     ) -> Flight:  # fmt: skip
         """Queue a step that was prepared. With several ranks all of them must, with on_layer or without."""
-        with self._on_device(), self._failing():
-            return self._queue(batch, *plan, on_layer)
+        shape, samples = plan
+        with self._on_device():
+            whole = shape.decode == shape.rows == len(samples) and on_layer is None
+            bucket = self._graphs.bucket(shape.rows) if whole else 0
+            self._metadata.fill(batch, shape, self._last, bucket)
+            with self._failing():
+                return self._queue(batch, shape, samples, bucket, on_layer)
 
     def _queue(
-        self, batch: StepBatch, shape: StepShape, samples: Sequence[tuple[int, int]],
+        self, batch: StepBatch, shape: StepShape, samples: Sequence[tuple[int, int]], bucket: int,
         on_layer: Callable[[int], None] | None,
     ) -> Flight:  # fmt: skip
-        whole = shape.decode == shape.rows == len(samples) and on_layer is None
-        bucket = self._graphs.bucket(shape.rows) if whole else 0
-        self._metadata.fill(batch, shape, self._last, bucket)
         begin = self._mark()
         if batch.copies:
             copy_pages(self._region, *(self._indices(side) for side in zip(*batch.copies, strict=True)))
@@ -463,12 +465,10 @@ class CudaRunner:
         behind: either way this runner is done."""
         try:
             yield
-        except (Internal, InvalidArgument):
-            raise
         except torch.OutOfMemoryError as error:
             self._broken = f"out of device memory in a step: lower token_budget or max_batch ({error})"
             raise DeviceFailed(self._broken) from error
-        except RuntimeError as error:
+        except Exception as error:
             self._broken = f"the device failed: {str(error).splitlines()[0] if str(error) else error!r}"
             raise DeviceFailed(self._broken) from error
 
