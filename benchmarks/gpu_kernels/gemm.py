@@ -540,6 +540,12 @@ def main() -> None:
     print(f"{time.monotonic() - started:.0f} s in all")
 
 
+def written(config: Config) -> str:
+    """A configuration as source text, without what is the default."""
+    values = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
+    return "Config(" + ", ".join(f"{key}={value!r}" for key, (value, usual) in values.items() if value != usual) + ")"
+
+
 def print_choice(results: list[dict[str, Any]]) -> None:
     """For each entry of the tables the way that saves most over its row counts."""
     sums: dict[tuple[str, int], dict[str, dict[int, float]]] = {}
@@ -554,7 +560,7 @@ def print_choice(results: list[dict[str, Any]]) -> None:
         cublas = total.pop('"cublas"', None)
         best = max(total, key=lambda way: total[way])
         at = f'("{kind}", {key}, {n}, {0 if kind == "head" else k})'
-        print(f"    {at}: {Config(**json.loads(best))!r},  # {total[best]:+.1f} µs")
+        print(f"    {at}: {written(Config(**json.loads(best)))},  # {total[best]:+.1f} µs")
         if cublas is not None and cublas > total[best] + 0.3:
             print(f"    BLAS: {at},  # cuBLAS {cublas:+.1f} µs")
 
