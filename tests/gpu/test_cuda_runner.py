@@ -94,7 +94,8 @@ def test_a_mixed_step(models: tuple[Path, Any], driver: Any) -> None:
         driver.slice(2, short[30:], 30, tables[1]),
         driver.slice(3, other, 0, tables[2]),
     )
-    assert_close(logits, torch.cat([reference(models[1], ids)[-1:] for ids in (long, short, other)]))
+    # Rows: decode, prompts that begin, prompts that go on.
+    assert_close(logits, torch.cat([reference(models[1], ids)[-1:] for ids in (long, other, short)]))
     for table in tables:
         driver.free += table.tolist()
 
@@ -217,7 +218,7 @@ def test_prompt_logprobs_and_forks(models: tuple[Path, Any], driver: Any) -> Non
     fork[: 70 // driver.page_size] = table[: 70 // driver.page_size]
     driver.run(driver.slice(1, [9], 70, table), driver.slice(2, [9], 70, fork), copies=pairs)
     both = driver.runner._head.logits[:2].cpu()
-    assert_close(both[:1], both[1:], 0.01)
+    assert_close(both[:1], both[1:])
     driver.free += table.tolist() + fork[70 // driver.page_size :].tolist()
 
 

@@ -17,6 +17,7 @@ class CudaHead:
         self.logits = torch.zeros(padded, vocab, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(padded, dtype=torch.int32, device=device)
         tiles = max(row_bucket(m) * head_tiles(m, vocab) for m in (1, 16, 17, 32, 33, 64, 65, MAX_ROWS))
+        self._padded = torch.zeros(MAX_ROWS, weight.shape[1], dtype=torch.bfloat16, device=device)
         self._best = torch.zeros(tiles, dtype=torch.float32, device=device)
         self._where = torch.zeros(tiles, dtype=torch.int32, device=device)
 
@@ -34,5 +35,8 @@ class CudaHead:
             best = self._best[: rows * tiles].view(rows, tiles)
             where = self._where[: rows * tiles].view(rows, tiles)
             part = hidden[at : at + rows]
+            if len(part) < rows:
+                self._padded[:m].copy_(part[:m])
+                part = self._padded[:rows]
             skinny_head(part, self._weight, self.logits[at : at + rows], best, where, m, pdl=self._pdl)
             argmax_reduce(best, where, self.tokens[at : at + rows], m, pdl=self._pdl)
