@@ -7,7 +7,7 @@ leaves free. So each candidate of skinny_linear and skinny_gate_up is checked ag
 place of the table's in a chain of layers (kernels that sum partials are between the products, as in a model) and the
 whole chain is timed; the best stays, and the next product has its turn. cuBLAS (torch.mm) is one of the candidates.
 The head is timed alone, over weights that the L2 does not hold. Floors are the weights' bytes at 4.3 TB/s, what a copy
-reaches on an H200. At the end: entries of skinny_config.MEASURED, and of BLAS.
+reaches on an H200. At the end: entries of skinny_config.MEASURED, and where cuBLAS is better.
 
 Candidates are compiled first, by as many processes as there are cores; they find each other's work in Triton's cache.
 """

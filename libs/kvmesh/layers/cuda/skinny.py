@@ -24,7 +24,6 @@ from kvmesh.layers.cuda.skinny_config import (
     head_tiles,
     row_bucket,
     splits_for,
-    use_blas,
 )
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "skinny_head",
     "skinny_linear",
     "splits_for",
-    "use_blas",
 ]
 
 

@@ -73,24 +73,38 @@ def even_splits(blocks: int, most: int) -> int:
 # counts up to it; below 16, a head has only an entry for one row. k is 0 for a head. Everything else is cut by rules.
 MEASURED: dict[tuple[Kind, int, int, int], Config] = {
     ("linear", 1, 6144, 4096): Config(4, 2048, 1, 4, gemv=True),
-    ("linear", 16, 6144, 4096): Config(64, 64, 6, 4, splits=4, prefetch=128),
-    ("linear", 32, 6144, 4096): Config(64, 64, 6, 4, splits=4, prefetch=128),
-    ("linear", 64, 6144, 4096): Config(64, 64, 6, 4, splits=2, tma=2, prefetch=128),
-    ("linear", 1, 4096, 4096): Config(16, 512, 1, 4, splits=2, gemv=True),
+    ("linear", 2, 6144, 4096): Config(64, 64, 6, 4, splits=4, prefetch=128, turn=1),
+    ("linear", 16, 6144, 4096): Config(64, 128, 3, 4, splits=4, prefetch=128, turn=1),
+    ("linear", 32, 6144, 4096): Config(128, 64, 5, 4, splits=4, prefetch=128, step=96, turn=1),
+    ("linear", 64, 6144, 4096): Config(64, 128, 3, 4, splits=2, prefetch=128),
+    ("linear", 128, 6144, 4096): Config(128, 64, 3, 4, splits=4, prefetch=256),
+    ("linear", 1, 4096, 4096): Config(8, 1024, 1, 4, gemv=True),
+    ("linear", 2, 4096, 4096): Config(4, 2048, 1, 4, gemv=True),
     ("linear", 16, 4096, 4096): Config(64, 128, 4, 4, splits=4, prefetch=128),
-    ("linear", 32, 4096, 4096): Config(64, 128, 4, 4, splits=4, prefetch=128),
-    ("linear", 64, 4096, 4096): Config(64, 64, 6, 4, splits=4, tma=2, prefetch=128),
-    ("gate_up", 1, 28672, 4096): Config(4, 1024, 1, 4, gemv=True),
-    ("gate_up", 16, 28672, 4096): Config(64, 128, 3, 4, tma=2, prefetch=64),
-    ("gate_up", 32, 28672, 4096): Config(64, 64, 5, 4, tma=2, prefetch=64),
-    ("gate_up", 64, 28672, 4096): Config(64, 64, 4, 4, tma=2, prefetch=64),
+    ("linear", 32, 4096, 4096): Config(64, 128, 4, 4, splits=4, tma=2, prefetch=128),
+    ("linear", 64, 4096, 4096): Config(64, 128, 3, 4, splits=4, prefetch=128),
+    ("linear", 128, 4096, 4096): Config(128, 64, 6, 4, splits=4, tma=2, prefetch=128),
+    ("gate_up", 1, 28672, 4096): Config(2, 2048, 1, 4, gemv=True),
+    ("gate_up", 2, 28672, 4096): Config(64, 128, 3, 4, prefetch=64, turn=1),
+    ("gate_up", 4, 28672, 4096): Config(64, 128, 3, 4, prefetch=64, turn=1),
+    ("gate_up", 8, 28672, 4096): Config(64, 128, 3, 4, prefetch=64, turn=1),
+    ("gate_up", 16, 28672, 4096): Config(64, 128, 3, 4, prefetch=64, step=56),
+    ("gate_up", 32, 28672, 4096): Config(64, 64, 5, 4, prefetch=64, step=56),
+    ("gate_up", 64, 28672, 4096): Config(64, 64, 4, 4, prefetch=64, step=56),
+    ("gate_up", 128, 28672, 4096): Config(128, 64, 4, 8, prefetch=64, late=True),
     ("linear", 1, 4096, 14336): Config(4, 2048, 1, 4, gemv=True),
-    ("linear", 16, 4096, 14336): Config(64, 128, 4, 4, splits=4, prefetch=128),
-    ("linear", 32, 4096, 14336): Config(64, 128, 4, 4, splits=4, prefetch=128),
+    ("linear", 2, 4096, 14336): Config(64, 128, 4, 4, splits=4, prefetch=128, turn=1),
+    ("linear", 4, 4096, 14336): Config(64, 128, 4, 4, splits=4, prefetch=128, turn=1),
+    ("linear", 8, 4096, 14336): Config(64, 128, 4, 4, splits=4, prefetch=128, turn=1),
+    ("linear", 16, 4096, 14336): Config(64, 128, 4, 4, splits=4, tma=2, prefetch=128, turn=1),
+    ("linear", 32, 4096, 14336): Config(128, 128, 4, 8, splits=4, prefetch=128),
     ("linear", 64, 4096, 14336): Config(128, 64, 8, 4, splits=4, prefetch=128),
-    ("head", 1, 128256, 0): Config(64, 128, 4, 4, prefetch=128),
-    ("head", 16, 128256, 0): Config(128, 128, 3, 4, prefetch=128),
-    ("head", 64, 128256, 0): Config(128, 64, 4, 4, tma=2, prefetch=128),
+    ("linear", 128, 4096, 14336): Config(128, 64, 6, 4, splits=4, tma=2, prefetch=128),
+    ("head", 1, 128256, 0): Config(64, 128, 4, 4, prefetch=128, turn=1),
+    ("head", 16, 128256, 0): Config(128, 128, 3, 4, prefetch=128, turn=1),
+    ("head", 32, 128256, 0): Config(128, 64, 5, 4, tma=2, prefetch=128),
+    ("head", 64, 128256, 0): Config(128, 64, 4, 4, tma=2, prefetch=128, late=True),
+    ("head", 128, 128256, 0): Config(256, 64, 4, 8, tma=2, prefetch=128),
 }
 
 
@@ -100,15 +114,6 @@ def config_for(kind: Kind, m: int, n: int, k: int) -> Config:
     rows = row_bucket(m)
     few = 1 << (m - 1).bit_length()
     return MEASURED.get((kind, few, n, k)) or MEASURED.get((kind, rows, n, k)) or _by_rule(kind, rows, n, k)
-
-
-# Products of more than a few rows for which cuBLAS was measured to be faster than any of these kernels, in a layer.
-BLAS: frozenset[tuple[Kind, int, int, int]] = frozenset()
-
-
-def use_blas(kind: Kind, m: int, n: int, k: int) -> bool:
-    """Whether torch.mm (gate_up: and silu_mul) is the better way for this product."""
-    return (kind, 1 << (m - 1).bit_length(), n, k) in BLAS
 
 
 def _by_rule(kind: Kind, rows: int, n: int, k: int) -> Config:
