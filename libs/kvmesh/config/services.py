@@ -14,7 +14,9 @@ from kvmesh.config.types import NameList, PlainUrl, TargetList
 # KV memory of an engine on CPU.
 CPU_KV_BYTES = 256 * MIB
 # A step's tokens on a GPU, and the sequences of one.
-GPU_TOKENS = 8192
+# Tokens of a step: 4,096 keep a GPU's matrix units busy, and a prompt more would only make the first one wait for it;
+# where decode rows wait for the step too, less.
+GPU_TOKENS, GPU_PREFILL_TOKENS = 2048, 4096
 GPU_BATCH = 256
 
 
@@ -210,13 +212,13 @@ class WorkerSettings(ServiceSettings):
         default=512,
         ge=1,
         le=1_000_000,
-        description="Tokens of one step, prefill and decode together (on a GPU 8192 by default).",
+        description="Tokens of one step, prefill and decode together (on a GPU 2048 by default, 4096 of role prefill).",
     )
     chunk_size: int = Field(
         default=256,
         ge=1,
         le=1_000_000,
-        description="Prompt tokens of one sequence in one step (on a GPU 8192 by default).",
+        description="Prompt tokens of one sequence in one step (on a GPU 2048 by default, 4096 of role prefill).",
     )
     cuda_graphs: bool = Field(default=True, description="GPU: replay decode steps as captured graphs.")
     cuda_graph_max_batch: int = Field(
@@ -314,12 +316,13 @@ class WorkerSettings(ServiceSettings):
                 values["kv_memory_bytes"] = CPU_KV_BYTES
             return values
         given = self.model_fields_set
-        budget = self.token_budget if "token_budget" in given else GPU_TOKENS
+        tokens = GPU_PREFILL_TOKENS if self.role == "prefill" else GPU_TOKENS
+        budget = self.token_budget if "token_budget" in given else tokens
         if "chunk_size" in given and "token_budget" not in given:
             budget = max(budget, self.chunk_size)
         values |= {"token_budget": budget}
         if "chunk_size" not in given:
-            values["chunk_size"] = min(GPU_TOKENS, budget)
+            values["chunk_size"] = budget
         if "max_batch" not in given:
             values["max_batch"] = GPU_BATCH
         return values

@@ -35,11 +35,12 @@ LAYOUT = KvLayout(1, "bf16", 16, (KvGroup("kv", "full", (0, 1), 2, 16),), 8)
     [
         ({}, (16, 256 << 20, 512, 256, 32)),
         ({"page_size": 8, "kv_memory_bytes": 1 << 20}, (8, 1 << 20, 512, 256, 32)),
-        ({"device": "cuda"}, (64, 0, 8192, 8192, 256)),
-        ({"device": "cuda:3", "page_size": 16, "max_batch": 4}, (16, 0, 8192, 8192, 4)),
+        ({"device": "cuda"}, (64, 0, 2048, 2048, 256)),
+        ({"device": "cuda", "role": "prefill"}, (64, 0, 4096, 4096, 256)),
+        ({"device": "cuda:3", "page_size": 16, "max_batch": 4}, (16, 0, 2048, 2048, 4)),
         ({"device": "cuda", "token_budget": 1000}, (64, 0, 1000, 1000, 256)),
         ({"device": "cuda", "chunk_size": 9000}, (64, 0, 9000, 9000, 256)),
-        ({"device": "cuda", "chunk_size": 100, "kv_memory_bytes": GIB}, (64, GIB, 8192, 100, 256)),
+        ({"device": "cuda", "chunk_size": 100, "kv_memory_bytes": GIB}, (64, GIB, 2048, 100, 256)),
     ],
 )
 def test_what_nobody_has_set_depends_on_the_device(given: dict[str, Any], expected: tuple[int, ...]) -> None:
@@ -58,7 +59,7 @@ def test_the_environment_sets_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_runner_is_told() -> None:
     made = WorkerSettings(device="cuda", max_batch=8, cuda_graphs=False, max_model_len=100)
     assert cuda_options(made) == {
-        "max_batch": 8, "token_budget": 8192, "max_model_len": 100, "cuda_graphs": False, "max_graph_batch": 8
+        "max_batch": 8, "token_budget": 2048, "max_model_len": 100, "cuda_graphs": False, "max_graph_batch": 8
     }  # fmt: skip
 
 
