@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import statistics
@@ -76,6 +77,9 @@ class Engine:
             self._on_gpu(spec, max_batch, token_budget, max_model_len, pages, graphs)
         else:
             self._on_cpu(spec, pages)
+        # As a service does once it has started.
+        gc.collect()
+        gc.freeze()
         self.load_s = time.perf_counter() - started
         self.config = EngineConfig(
             max_model_len=max_model_len, max_batch=max_batch, token_budget=token_budget, chunk_size=token_budget,
