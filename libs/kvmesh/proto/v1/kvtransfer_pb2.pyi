@@ -76,9 +76,10 @@ class Layout(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     TAILS_FIELD_NUMBER: _builtins.int
+    KV_SCALES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     dtype: _builtins.str
-    """`bf16`, `fp16`, `fp32`."""
+    """`bf16`, `fp16`, `fp32`, `fp8_e4m3`."""
     page_size: _builtins.int
     num_pages: _builtins.int
     tp: _builtins.int
@@ -88,6 +89,10 @@ class Layout(_message.Message):
     @_builtins.property
     def tails(self) -> _containers.RepeatedCompositeFieldContainer[Global___TailBuffer]:
         """Not in the fingerprint."""
+
+    @_builtins.property
+    def kv_scales(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """fp8_e4m3: k_scale, v_scale, by which stored K and V are multiplied. Other types: empty."""
 
     def __init__(
         self,
@@ -100,10 +105,11 @@ class Layout(_message.Message):
         groups: _abc.Iterable[Global___LayerGroup] | None = ...,
         fingerprint: _builtins.bytes = ...,
         tails: _abc.Iterable[Global___TailBuffer] | None = ...,
+        kv_scales: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "groups", b"groups", "num_pages", b"num_pages", "page_size", b"page_size", "tails", b"tails", "tp", b"tp", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "groups", b"groups", "kv_scales", b"kv_scales", "num_pages", b"num_pages", "page_size", b"page_size", "tails", b"tails", "tp", b"tp", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -172,6 +178,9 @@ class RegionInfo(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    DMABUF_FIELD_NUMBER: _builtins.int
+    DMABUF_OFFSET_FIELD_NUMBER: _builtins.int
+    PCI_ADDRESS_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     rank: _builtins.int
     nbytes: _builtins.int
@@ -183,6 +192,13 @@ class RegionInfo(_message.Message):
     """
     device: _builtins.str
     """cuda: the GPU's UUID, for people."""
+    dmabuf: _builtins.bool
+    """Of an engine's hello alone, for cuda: a dma-buf of the same memory comes along, so that a NIC can be given it; in it
+    the region begins dmabuf_offset bytes from its start.
+    """
+    dmabuf_offset: _builtins.int
+    pci_address: _builtins.str
+    """With a dma-buf: the GPU's PCI address (0000:18:00.0), by which NICs near to it are found; may be empty."""
     def __init__(
         self,
         *,
@@ -192,10 +208,13 @@ class RegionInfo(_message.Message):
         key: _builtins.int = ...,
         memory: _builtins.str = ...,
         device: _builtins.str = ...,
+        dmabuf: _builtins.bool = ...,
+        dmabuf_offset: _builtins.int = ...,
+        pci_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "group", b"group", "key", b"key", "memory", b"memory", "nbytes", b"nbytes", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "dmabuf", b"dmabuf", "dmabuf_offset", b"dmabuf_offset", "group", b"group", "key", b"key", "memory", b"memory", "nbytes", b"nbytes", "pci_address", b"pci_address", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -478,7 +497,7 @@ Global___SidecarMessage: _TypeAlias = SidecarMessage  # noqa: Y015
 @_typing.final
 class EngineHello(_message.Message):
     """First message of an engine. Descriptors passed along, in this order: pidfd of the engine, doorbell, step ring, ring
-    eventfd, then one memfd per entry of `regions`.
+    eventfd, then one memfd per entry of `regions`, then one dma-buf per entry that has `dmabuf`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -546,12 +565,15 @@ class SidecarHello(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
+    DMABUFS_FIELD_NUMBER: _builtins.int
     sidecar_id: _builtins.str
     incarnation: _builtins.int
     control_address: _builtins.str
     """host:port that goes into descriptors."""
     heartbeat_s: _builtins.float
     lease_s: _builtins.float
+    dmabufs: _builtins.bool
+    """This sidecar takes dma-bufs along with regions. One that does not say so must not be passed any."""
     @_builtins.property
     def region_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Keys of the regions, in the order of EngineHello.regions."""
@@ -573,10 +595,11 @@ class SidecarHello(_message.Message):
         lease_s: _builtins.float = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
         regions: _abc.Iterable[Global___RegionInfo] | None = ...,
+        dmabufs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "lease_s", b"lease_s", "region_keys", b"region_keys", "regions", b"regions", "sidecar_id", b"sidecar_id", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "dmabufs", b"dmabufs", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "lease_s", b"lease_s", "region_keys", b"region_keys", "regions", b"regions", "sidecar_id", b"sidecar_id", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -585,7 +608,7 @@ Global___SidecarHello: _TypeAlias = SidecarHello  # noqa: Y015
 @_typing.final
 class RankHello(_message.Message):
     """First message of a rank's own connection, for engines of several ranks. Descriptors passed along, in this order: pidfd
-    of the rank's process, its doorbell where doorbell_bytes > 0, then one memfd per entry of `regions`. Answered when every
+    of the rank's process, its doorbell where doorbell_bytes > 0, then memfds and dma-bufs as a leader's. Answered when every
     rank and the leader have come, by RankWelcome, or by Refused. A rank says nothing else. The end of any of an engine's
     connections ends its life, and the others are closed.
     """
