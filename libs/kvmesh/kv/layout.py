@@ -22,7 +22,9 @@ from kvmesh.errors import InvalidArgument
 from kvmesh.kv.sharding import check_sharding
 
 LAYOUT_VERSION = 1
-DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1}
+# Types whose range is too small for K and V as they are: stored is K / k_scale, V / v_scale.
+SCALED_DTYPES = frozenset({"fp8_e4m3"})
 
 # Bounds on what a peer may claim, checked before anything is sized by it.
 MAX_GROUPS = 64
@@ -79,6 +81,7 @@ class KvLayout:
 
     page_size: tokens a page. tp: ranks; kv_heads must divide by it, or it by kv_heads (heads are then replicated:
     rank r holds head r * kv_heads // tp). A group may be given by name or as the object. Raises InvalidArgument.
+    kv_scales: (k_scale, v_scale) of the model, by which stored K and V are multiplied; of SCALED_DTYPES alone.
     """
 
     version: int
@@ -87,12 +90,17 @@ class KvLayout:
     groups: tuple[KvGroup, ...]
     num_pages: int
     tp: int = 1
+    kv_scales: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if self.version != LAYOUT_VERSION:
             raise InvalidArgument(f"kv layout version {self.version} is not known (this is {LAYOUT_VERSION})")
         if self.dtype not in DTYPE_BYTES:
             raise InvalidArgument(f"kv dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        if (self.kv_scales is not None) != (self.dtype in SCALED_DTYPES):
+            raise InvalidArgument(f"kv dtype {self.dtype} {'needs' if self.kv_scales is None else 'has no'} kv_scales")
+        if self.kv_scales is not None:
+            _check_scales(self.kv_scales)
         _in_range("page_size", self.page_size, 1, MAX_PAGE_SIZE)
         _in_range("num_pages", self.num_pages, 1, MAX_PAGES)
         _in_range("tp", self.tp, 1, MAX_TP)
@@ -180,7 +188,7 @@ class KvLayout:
             str(self.version),
             self.dtype,
             str(self.page_size),
-            "kv_scales=none",
+            "kv_scales=" + ("none" if self.kv_scales is None else ",".join(map(float.hex, self.kv_scales))),
             str(len(self.groups)),
         ]
         for group in self.groups:
@@ -197,6 +205,7 @@ class KvLayout:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, so that any codec can carry it."""
+        scales = {} if self.kv_scales is None else {"kv_scales": list(self.kv_scales)}
         return {
             "version": self.version,
             "dtype": self.dtype,
@@ -213,6 +222,7 @@ class KvLayout:
                 }
                 for group in self.groups
             ],
+            **scales,
         }
 
     @classmethod
@@ -235,16 +245,17 @@ class KvLayout:
             groups=groups,
             num_pages=_integer(data, "num_pages"),
             tp=_integer(data, "tp"),
+            kv_scales=_scales(data),
         )
 
 
 def compatible(src: KvLayout, dst: KvLayout) -> str | None:
     """Why KV of `src` cannot be written into `dst`, None where it can.
 
-    version, dtype and the groups (by name: kind, layers, kv_heads, head_dim) must be equal; tp, num_pages and page_size
-    are free. Where equality of pages is wanted too, compare fingerprints.
+    version, dtype, kv_scales and the groups (by name: kind, layers, kv_heads, head_dim) must be equal; tp, num_pages
+    and page_size are free. Where equality of pages is wanted too, compare fingerprints.
     """
-    for name in ("version", "dtype"):
+    for name in ("version", "dtype", "kv_scales"):
         if getattr(src, name) != getattr(dst, name):
             return f"{name} is {getattr(src, name)} at the source, {getattr(dst, name)} at the destination"
     sources, targets = ({group.name: group for group in layout.groups} for layout in (src, dst))
@@ -315,6 +326,25 @@ def _text(data: object, key: str) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(f"kv layout: {key!r} must be a string")
     return value
+
+
+def _check_scales(scales: tuple[float, float]) -> None:
+    if not (isinstance(scales, tuple) and len(scales) == 2 and all(isinstance(scale, float) for scale in scales)):
+        raise InvalidArgument("kv_scales must be two floats")
+    if not all(math.isfinite(scale) and scale > 0 for scale in scales):
+        raise InvalidArgument(f"kv_scales must be finite and positive, got {scales}")
+
+
+def _scales(data: Mapping[str, Any]) -> tuple[float, float] | None:
+    if data.get("kv_scales") is None:
+        return None
+    values = _items(data, "kv_scales", 2)
+    if len(values) != 2 or any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in values):
+        raise InvalidArgument("kv layout: 'kv_scales' must be two numbers")
+    try:
+        return float(values[0]), float(values[1])  # type: ignore[arg-type]
+    except OverflowError:
+        raise InvalidArgument("kv layout: 'kv_scales' out of range") from None
 
 
 def _items(data: object, key: str, limit: int) -> Sequence[object]:

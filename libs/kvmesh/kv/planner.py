@@ -270,6 +270,8 @@ def _pair(src_layout: KvLayout, dst_layout: KvLayout, group: KvGroup | str) -> t
         reason = (
             f"version {src_layout.version}, {src_layout.dtype} against version {dst_layout.version}, {dst_layout.dtype}"
         )
+    if src_layout.kv_scales != dst_layout.kv_scales:
+        reason = f"kv_scales {src_layout.kv_scales} against {dst_layout.kv_scales}"
     if reason is not None:
         raise InvalidArgument(f"kv layouts do not match: {reason}")
     for side, layout in (("source", src_layout), ("destination", dst_layout)):

@@ -71,6 +71,7 @@ def layout_to_proto(layout: KvLayout, tails: Sequence[TailBuffer] = ()) -> pb.La
             for group in layout.groups
         ],
         fingerprint=layout.fingerprint(),
+        kv_scales=layout.kv_scales or (),
         tails=[pb.TailBuffer(name=tail.name, row_bytes=tail.row_bytes, rows=tail.rows) for tail in tails],
     )
 
@@ -79,6 +80,8 @@ def layout_from_proto(message: pb.Layout) -> KvLayout:
     """Checked layout; raises InvalidArgument, also where the fingerprint does not belong to the fields."""
     if len(message.groups) > MAX_GROUPS or any(len(group.layers) > MAX_LAYERS for group in message.groups):
         raise InvalidArgument("layout: too many groups or layers")
+    if len(message.kv_scales) not in (0, 2):
+        raise InvalidArgument(f"layout: 2 kv_scales or none, got {len(message.kv_scales)}")
     layout = KvLayout(
         version=message.version,
         dtype=message.dtype,
@@ -95,6 +98,7 @@ def layout_from_proto(message: pb.Layout) -> KvLayout:
             )
             for group in message.groups
         ),
+        kv_scales=(message.kv_scales[0], message.kv_scales[1]) if message.kv_scales else None,
     )
     if message.fingerprint != layout.fingerprint():
         raise InvalidArgument("layout: the fingerprint does not belong to the fields")

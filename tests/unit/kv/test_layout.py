@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.errors import InvalidArgument
-from kvmesh.kv.layout import KvGroup, KvLayout, group_view
+from kvmesh.kv.layout import KvGroup, KvLayout, compatible, group_view
 
 
 def make(dtype="bf16", page_size=16, num_pages=7, tp=1, heads=4, head_dim=8, layers=(0, 1, 2)):
@@ -85,6 +85,42 @@ def test_fingerprint_golden_vector():
     # Engines of different releases compare these bytes: a change needs a new layout version.
     layout = KvLayout(1, "bf16", 16, (KvGroup("full", "full", tuple(range(30)), 3, 64),), num_pages=100)
     assert layout.fingerprint().hex() == "c1177a149861000dc2153ad9e193a0b4"
+
+
+def fp8(scales=(1.0, 1.0), page_size=16):
+    group = KvGroup("full", "full", (0, 1, 2), 4, 8)
+    return KvLayout(1, "fp8_e4m3", page_size, (group,), num_pages=7, kv_scales=scales)
+
+
+def test_fp8_pages_are_half_of_bf16_and_tell_their_scales():
+    layout = fp8((0.5, 2.0))
+    assert layout.itemsize == 1
+    assert 2 * layout.page_bytes("full") == make().page_bytes("full")
+    assert KvLayout.from_dict(layout.to_dict()) == layout
+    # 0.1 has no short binary form: it must come back as it was.
+    assert KvLayout.from_dict(fp8((0.1, 1 / 3)).to_dict()).fingerprint() == fp8((0.1, 1 / 3)).fingerprint()
+    others = [make(), fp8(), fp8((2.0, 0.5)), fp8((0.5, np.nextafter(2.0, 3.0).item())), layout]
+    assert len({other.fingerprint() for other in others}) == len(others)
+    assert len({other.kv_fingerprint() for other in others}) == len(others)
+    for other in others[:-1]:
+        assert ("dtype" if other.kv_scales is None else "kv_scales") in compatible(other, layout)
+    assert compatible(fp8((0.5, 2.0), page_size=64), layout) is None
+
+
+def test_fp8_fingerprint_golden_vector():
+    assert fp8((0.5, 2.0)).fingerprint().hex() == "f1645f39a18f8f6a79158ccb0b992633"
+
+
+def test_scales_that_cannot_be():
+    for scales in (None, (1.0,), (1.0, 0.0), (-1.0, 1.0), (float("nan"), 1.0), (1.0, float("inf")), (1, 1), "ab"):
+        with pytest.raises(InvalidArgument, match="kv_scales"):
+            fp8(scales)
+    with pytest.raises(InvalidArgument, match="bf16 has no kv_scales"):
+        dataclasses.replace(make(), kv_scales=(1.0, 1.0))
+    data = fp8().to_dict()
+    for scales in (None, 1.0, "ab", [1.0], [1.0, 1.0, 1.0], [1.0, "1"], [True, 1.0], [10**400, 1.0]):
+        with pytest.raises(InvalidArgument, match="kv_scales"):
+            KvLayout.from_dict({**data, "kv_scales": scales})
 
 
 def test_dict_round_trip_and_hostile_dicts():

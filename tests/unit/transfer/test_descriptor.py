@@ -178,6 +178,18 @@ def test_which_layouts_can_be_exchanged() -> None:
         assert other.kv_fingerprint() != LAYOUT.kv_fingerprint()
 
 
+def test_scales_travel_with_the_layout() -> None:
+    layout = replace(LAYOUT, dtype="fp8_e4m3", kv_scales=(0.1, 3.0))
+    message = layout_to_proto(layout)
+    assert layout_from_proto(pb.Layout.FromString(message.SerializeToString())) == layout
+    with pytest.raises(InvalidArgument, match="kv_scales"):
+        check_layouts_match(replace(layout, kv_scales=(0.1, 3.5)), layout)
+    for scales in ([], [0.1], [0.1, 3.0, 1.0], [0.1, 3.5], [0.1, -3.0]):
+        message.kv_scales[:] = scales
+        with pytest.raises(InvalidArgument):
+            layout_from_proto(message)
+
+
 def test_layout_of_a_peer_is_checked() -> None:
     message = layout_to_proto(LAYOUT)
     message.groups.extend([message.groups[0]] * 100)
