@@ -7,7 +7,7 @@ import fcntl
 import mmap
 import os
 import stat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,15 @@ MAX_REGION_BYTES = 1 << 44
 # Neither size may ever change, nor the seals: a peer that shrank the file would kill us with SIGBUS.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _REQUIRED_SEALS = fcntl.F_SEAL_SHRINK
+
+
+class DmaBuf(NamedTuple):
+    """A GPU's memory as a NIC can be given it. fd: owned by the region whose memory it is; offset: where that begins in
+    it; pci_address: the GPU's (0000:18:00.0), "" where it is not known."""
+
+    fd: int
+    offset: int = 0
+    pci_address: str = ""
 
 
 class Region:
@@ -38,6 +47,8 @@ class Region:
         self.nbytes = nbytes
         self._fd = fd
         self._map: mmap.mmap | None = mapping
+        # Only of memory that is held.
+        self.dmabuf: DmaBuf | None = None
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Region:
@@ -102,6 +113,28 @@ class Region:
             raise
         return cls(name, fd, nbytes, None)
 
+    def attach(self, dmabuf: DmaBuf) -> None:
+        """Keep a dma-buf of held memory with it, until `close`. Takes its descriptor over. Raises InvalidArgument where
+        it does not hold all of the region."""
+        try:
+            if self.mapped or self.closed or self.dmabuf is not None:
+                raise InvalidArgument(f"region {self.name!r} takes no dma-buf")
+            try:
+                # What the kernel says of a dma-buf's size; a pipe or a socket has none.
+                size = os.lseek(dmabuf.fd, 0, os.SEEK_END)
+            except OSError:
+                raise InvalidArgument(f"region {self.name!r}: the descriptor is no dma-buf") from None
+            if not 0 <= dmabuf.offset <= size - self.nbytes:
+                raise InvalidArgument(
+                    f"region {self.name!r}: {self.nbytes} bytes from {dmabuf.offset} on are not in a dma-buf of {size}"
+                )
+            os.set_inheritable(dmabuf.fd, False)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.close(dmabuf.fd)
+            raise
+        self.dmabuf = dmabuf
+
     @property
     def mapped(self) -> bool:
         """False for memory that is only held, and after `close`."""
@@ -137,6 +170,9 @@ class Region:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        dmabuf, self.dmabuf = self.dmabuf, None
+        if dmabuf is not None:
+            os.close(dmabuf.fd)
         mapping, self._map = self._map, None
         if mapping is not None:
             with contextlib.suppress(BufferError):

@@ -31,7 +31,7 @@ from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.descriptor import groups_to_proto, layout_to_proto
 from kvmesh.transfer.handles import SlotHandle, SlotResult, TransferHandle
-from kvmesh.transfer.hello import refusal, region_infos
+from kvmesh.transfer.hello import refusal, region_fds, region_infos
 from kvmesh.transfer.orphans import Writers
 from kvmesh.transfer.posting import MAX_PASSED_FDS, POSTER_MESSAGES, Poster
 from kvmesh.transfer.tail import TailBuffer, check_tails, region_sizes, rows_to_proto
@@ -76,6 +76,8 @@ class SidecarClient:
         self.sidecar_incarnation = 0
         self.region_infos: list[pb.RegionInfo] = []
         self.transports: list[str] = []
+        # Whether it may be passed dma-bufs with regions.
+        self.takes_dmabufs = False
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
         self._frames: FrameSocket | None = None
@@ -156,7 +158,7 @@ class SidecarClient:
         )
         pidfd = open_pidfd()
         try:
-            fds = [pidfd, doorbell.fd, ring.fd, self._eventfd, *(regions[name].fd for name in names)]
+            fds = [pidfd, doorbell.fd, ring.fd, self._eventfd, *region_fds(regions, names)]
             answer = await self._call(pb.EngineMessage(hello=hello), fds, limit_s=timeout_s)
         finally:
             os.close(pidfd)
@@ -170,6 +172,7 @@ class SidecarClient:
         self.sidecar_incarnation = answer.hello.incarnation
         self.control_address = answer.hello.control_address
         self.transports = list(answer.hello.transports)
+        self.takes_dmabufs = answer.hello.dmabufs
         self.region_infos = list(answer.hello.regions)
         if self._poster is not None:
             self._poster.connected(self._send)

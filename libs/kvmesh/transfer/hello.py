@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvmesh import errors
 from kvmesh.errors import KvmeshError, Unavailable
@@ -21,13 +21,19 @@ def refusal(refused: pb.Refused) -> KvmeshError:
 
 def region_infos(regions: Mapping[str, Region], names: Iterable[str], rank: int) -> list[pb.RegionInfo]:
     """One rank's regions, as its hello tells of them."""
-    return [
-        pb.RegionInfo(
-            group=name,
-            rank=rank,
-            nbytes=regions[name].nbytes,
-            memory=regions[name].memory,
-            device=regions[name].device,
-        )
-        for name in names
-    ]
+    infos = []
+    for name in names:
+        region = regions[name]
+        info = pb.RegionInfo(group=name, rank=rank, nbytes=region.nbytes, memory=region.memory, device=region.device)
+        if region.dmabuf is not None:
+            info.dmabuf = True
+            info.dmabuf_offset = region.dmabuf.offset
+            info.pci_address = region.dmabuf.pci_address
+        infos.append(info)
+    return infos
+
+
+def region_fds(regions: Mapping[str, Region], names: Sequence[str]) -> list[int]:
+    """The descriptors that go with `region_infos`: of the regions, then of their dma-bufs. They stay the regions'."""
+    dmabufs = (regions[name].dmabuf for name in names)
+    return [*(regions[name].fd for name in names), *(dmabuf.fd for dmabuf in dmabufs if dmabuf is not None)]

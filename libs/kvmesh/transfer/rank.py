@@ -21,7 +21,7 @@ from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import cancel_and_wait
 from kvmesh.transfer.descriptor import layout_to_proto
-from kvmesh.transfer.hello import refusal, region_infos
+from kvmesh.transfer.hello import refusal, region_fds, region_infos
 from kvmesh.transfer.link import BACKOFF_S
 from kvmesh.transfer.tail import TailBuffer, check_tails, region_sizes
 from kvmesh.transfer.wire import MAX_HELLO_BYTES, PROTOCOL, FrameSocket, open_unix
@@ -81,7 +81,7 @@ class RankMember:
             protocol=PROTOCOL,
             doorbell_bytes=doorbell.nbytes if doorbell is not None else 0,
         )
-        fds = [*([doorbell.fd] if doorbell is not None else []), *(regions[name].fd for name in names)]
+        fds = [*([doorbell.fd] if doorbell is not None else []), *region_fds(regions, names)]
         member = cls(engine_id, incarnation, rank)
         try:
             async with asyncio.timeout(timeout_s):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
 from kvmesh.engine.nvlink.driver import CudaDriver, load
-from kvmesh.errors import InvalidArgument
+from kvmesh.errors import InvalidArgument, Unavailable
+from kvmesh.kv.region import DmaBuf
+
+log = logging.getLogger(__name__)
 
 
 class CudaRegion:
@@ -14,12 +18,14 @@ class CudaRegion:
 
     address: where this process's kernels find it. `__cuda_array_interface__` makes it an array of bytes:
     `torch.as_tensor(region, device=…)`; such tensors may not outlive the region. New memory is not zeroed.
+    dmabuf: the same memory for a NIC, owned by the region; None where it was not asked for, or cannot be had.
     """
 
     memory = "cuda"
 
-    def __init__(self, name: str, nbytes: int, device: int) -> None:
-        """Raises Unavailable (no memory, no driver's help), FailedPrecondition (no driver)."""
+    def __init__(self, name: str, nbytes: int, device: int, *, dmabuf: bool = False) -> None:
+        """dmabuf: export it for NICs too, where the device can. Raises Unavailable (no memory, no driver's help),
+        FailedPrecondition (no driver)."""
         if nbytes < 1:
             raise InvalidArgument(f"region {name!r} of {nbytes} bytes")
         self._driver: CudaDriver = load()
@@ -42,6 +48,23 @@ class CudaRegion:
             # The mapping keeps it.
             self._driver.release(handle)
         self._closed = False
+        self.dmabuf: DmaBuf | None = None
+        if dmabuf:
+            self.dmabuf = self._exported()
+
+    def _exported(self) -> DmaBuf | None:
+        if not self._driver.has_dmabufs(self.ordinal):
+            log.warning("GPU %s does not export its memory as dma-bufs", self.device)
+            return None
+        try:
+            # The whole allocation: a multiple of any host's page size.
+            where = self._driver.pci_address(self.ordinal)
+            fd = self._driver.export_dmabuf(self.address, self._size)
+        except Unavailable as error:
+            log.warning("region %s is not exported as a dma-buf: %s", self.name, error.message)
+            return None
+        os.set_inheritable(fd, False)
+        return DmaBuf(fd, 0, where)
 
     @property
     def fd(self) -> int:
@@ -59,6 +82,9 @@ class CudaRegion:
         if not self._closed:
             self._closed = True
             os.close(self._fd)
+            dmabuf, self.dmabuf = self.dmabuf, None
+            if dmabuf is not None:
+                os.close(dmabuf.fd)
             self._driver.unmap(self.address, self._size)
 
 

@@ -20,6 +20,7 @@ from ctypes import (
     c_ulonglong,
     c_ushort,
     c_void_p,
+    create_string_buffer,
 )
 from typing import Any
 
@@ -34,6 +35,14 @@ _HOST_REGISTER_PORTABLE = 1
 _HOST_REGISTER_DEVICEMAP = 2
 _ATTRIBUTE_DMA_BUF = 124
 _ATTRIBUTE_GPU_DIRECT_RDMA_VMM = 110
+_ATTRIBUTE_FLUSH_WRITES_OPTIONS = 117
+_ATTRIBUTE_WRITES_ORDERING = 118
+_HANDLE_DMA_BUF_FD = 1
+_FLUSH_BY_HOST = 1
+_ORDERED_FOR_OWNER = 100
+_FLUSH_CURRENT_CONTEXT = 0
+_FLUSH_TO_OWNER = 100
+_PCI_CHARS = 32
 
 
 class _Location(Structure):
@@ -91,6 +100,17 @@ class CudaDriver:
         self.check("cuDeviceGetUuid", self._lib.cuDeviceGetUuid_v2(byref(raw), device))
         return str(uuid.UUID(bytes=bytes(raw)))
 
+    def pci_address(self, device: int) -> str:
+        """Of a GPU, as sysfs writes it: 0000:18:00.0."""
+        text = create_string_buffer(_PCI_CHARS)
+        self.check("cuDeviceGetPCIBusId", self._lib.cuDeviceGetPCIBusId(text, _PCI_CHARS, device))
+        return text.value.decode().lower()
+
+    def attribute(self, number: int, device: int) -> int:
+        """CUdevice_attribute; 0 where this driver does not know it."""
+        value = c_int()
+        return value.value if self._lib.cuDeviceGetAttribute(byref(value), number, device) == 0 else 0
+
     def can_access_peer(self, device: int, peer: int) -> bool:
         """True where `device` can reach the memory of `peer`."""
         can = c_int()
@@ -112,10 +132,8 @@ class CudaDriver:
         prop.handle_types = _HANDLE_POSIX_FD
         prop.location.type = _LOCATION_DEVICE
         prop.location.id = device
-        able = c_int()
-        self._lib.cuDeviceGetAttribute(byref(able), _ATTRIBUTE_GPU_DIRECT_RDMA_VMM, device)
         # A NIC may then register it as a dma-buf.
-        prop.flags.gpu_direct_rdma = 1 if able.value else 0
+        prop.flags.gpu_direct_rdma = 1 if self.attribute(_ATTRIBUTE_GPU_DIRECT_RDMA_VMM, device) else 0
         return prop
 
     def granularity(self, device: int) -> int:
@@ -177,6 +195,35 @@ class CudaDriver:
     def release(self, handle: int) -> None:
         """Let go of an allocation; it lives on while it is mapped or another process has it."""
         self.check("cuMemRelease", self._lib.cuMemRelease(c_ulonglong(handle)))
+
+    # -- for NICs
+
+    def has_dmabufs(self, device: int) -> bool:
+        """Whether the GPU's memory can be exported as dma-bufs."""
+        return bool(self.attribute(_ATTRIBUTE_DMA_BUF, device))
+
+    def export_dmabuf(self, address: int, nbytes: int) -> int:
+        """A dma-buf of mapped device memory, in whole pages of the host, from `address` on; the caller's to close."""
+        fd = c_int(-1)
+        code = self._lib.cuMemGetHandleForAddressRange(
+            byref(fd), c_ulonglong(address), c_size_t(nbytes), _HANDLE_DMA_BUF_FD, c_ulonglong(0)
+        )
+        self.check("cuMemGetHandleForAddressRange", code)
+        return fd.value
+
+    def nic_writes_ordered(self, device: int) -> bool:
+        """Whether kernels on the GPU see what a NIC has written there without a flush."""
+        return self.attribute(_ATTRIBUTE_WRITES_ORDERING, device) >= _ORDERED_FOR_OWNER
+
+    def can_flush_nic_writes(self, device: int) -> bool:
+        """Whether `flush_nic_writes` works there."""
+        return bool(self.attribute(_ATTRIBUTE_FLUSH_WRITES_OPTIONS, device) & _FLUSH_BY_HOST)
+
+    def flush_nic_writes(self, device: int) -> None:
+        """Returns when what NICs have written to the GPU is visible to work that is submitted to it from now on."""
+        self.set_device(device)
+        code = self._lib.cuFlushGPUDirectRDMAWrites(_FLUSH_CURRENT_CONTEXT, _FLUSH_TO_OWNER)
+        self.check("cuFlushGPUDirectRDMAWrites", code)
 
     def register_host(self, address: int, nbytes: int) -> int:
         """Pin mapped host memory and let the GPU at it; returns its address there."""

@@ -29,9 +29,10 @@ from kvmesh.transfer.sidecar.ranks import (
     Lobby,
     Seat,
     adopt_rank,
-    adopt_region,
+    adopt_regions,
     check_names,
     check_regions,
+    count_fds,
 )
 from kvmesh.transfer.transports.base import EngineMemory
 from kvmesh.transfer.transports.posted import EnginePoster
@@ -83,7 +84,7 @@ class Visitor:
             on_frame=self._on_frame,
             on_closed=self._on_closed,
             max_frame=MAX_HELLO_BYTES,
-            max_fds=FIXED_FDS + MAX_REGIONS,
+            max_fds=FIXED_FDS + 2 * MAX_REGIONS,
         )
 
     def watch(self, pidfd: int) -> None:
@@ -118,14 +119,14 @@ class Visitor:
         message = pb.EngineMessage.FromString(body)
         kind = message.WhichOneof("body")
         if kind == "hello":
-            regions, fixed = len(message.hello.regions), FIXED_FDS
+            regions, fixed = message.hello.regions, FIXED_FDS
         elif kind == "rank_hello":
-            regions, fixed = len(message.rank_hello.regions), 1 + bool(message.rank_hello.doorbell_bytes)
+            regions, fixed = message.rank_hello.regions, 1 + bool(message.rank_hello.doorbell_bytes)
         else:
             raise InvalidArgument("the first message of an engine is its hello")
-        if regions > MAX_REGIONS:
+        if len(regions) > MAX_REGIONS:
             raise InvalidArgument(f"hello: more than {MAX_REGIONS} regions")
-        self.hello.set_result((message, self.frames.take_fds(fixed + regions)))
+        self.hello.set_result((message, self.frames.take_fds(fixed + count_fds(regions))))
 
     def _on_closed(self, error: KvmeshError | None) -> None:
         if not self.hello.done():
@@ -307,8 +308,7 @@ class EngineServer:
             for kind, nbytes in (("doorbell", hello.doorbell_bytes), ("ring", hello.ring_bytes)):
                 opened.append(Region.adopt(fds.pop(1), nbytes, kind))
             doorbell, ring = opened
-            for info in hello.regions:
-                opened.append(adopt_region(fds.pop(2), info))
+            adopt_regions(fds, 2, hello.regions, opened)
             eventfd = fds[1]
             os.set_blocking(eventfd, False)
             visitor.watch(fds.pop(0))
@@ -416,6 +416,7 @@ class EngineServer:
                     lease_s=options.lease_s,
                     transports=[name for name, t in self._sidecar.transports.items() if t.ready[0]],
                     regions=memory.infos,
+                    dmabufs=True,
                 ),
             )
         )

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from kvmesh.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, KvmeshError, Overloaded, Unavailable
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.pidfd import check_pidfd
-from kvmesh.kv.region import Region
+from kvmesh.kv.region import DmaBuf, Region
 from kvmesh.kv.ring import DOORBELL_BYTES
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.descriptor import MAX_ID_CHARS, layout_from_proto
@@ -24,9 +24,10 @@ from kvmesh.transfer.tail import TailBuffer, region_sizes, tails_from_proto
 from kvmesh.transfer.transports.base import HOST_MEMORY
 from kvmesh.transfer.wire import PROTOCOL
 
-# Held at a time, over all engines that are on their way; each region is two descriptors.
+# Held at a time, over all engines that are on their way; each region is two or three descriptors.
 MAX_WAITING_RANKS = 64
 MAX_WAITING_REGIONS = 256
+MAX_PCI_CHARS = 32
 MEMORY_KINDS = frozenset({"", "host", "cuda"})
 
 
@@ -118,10 +119,29 @@ def check_regions(infos: Sequence[pb.RegionInfo], shape: EngineShape, ranks: Ite
     if len({info.memory or "host" for info in infos}) != 1 or not {info.memory for info in infos} <= MEMORY_KINDS:
         raise InvalidArgument("hello: regions must be of one kind of memory, host or cuda")
     for info in infos:
+        if (info.dmabuf and info.memory != "cuda") or len(info.pci_address) > MAX_PCI_CHARS:
+            raise InvalidArgument(f"hello: region {info.group!r} is told of with a dma-buf or a GPU that cannot be")
         if info.nbytes != sizes[info.group]:
             raise InvalidArgument(
                 f"hello: region {info.group!r} has {info.nbytes} bytes, its layout {sizes[info.group]}"
             )
+
+
+def count_fds(infos: Iterable[pb.RegionInfo]) -> int:
+    """Descriptors that come for these regions."""
+    return sum(1 + info.dmabuf for info in infos)
+
+
+def adopt_regions(fds: list[int], at: int, infos: Sequence[pb.RegionInfo], opened: list[Region]) -> None:
+    """Regions from `fds[at]` on, then the dma-bufs of those that have one. What is taken over leaves `fds`; regions go
+    into `opened`. Raises InvalidArgument."""
+    adopted: list[Region] = []
+    for info in infos:
+        adopted.append(adopt_region(fds.pop(at), info))
+        opened.append(adopted[-1])
+    for region, info in zip(adopted, infos, strict=True):
+        if info.dmabuf:
+            region.attach(DmaBuf(fds.pop(at), info.dmabuf_offset, info.pci_address))
 
 
 def adopt_region(fd: int, info: pb.RegionInfo) -> Region:
@@ -147,8 +167,7 @@ def adopt_rank(hello: pb.RankHello, fds: list[int], closed: asyncio.Future[str],
     try:
         if hello.doorbell_bytes:
             opened.append(Region.adopt(fds.pop(1), hello.doorbell_bytes, f"doorbell of rank {hello.rank}"))
-        for info in hello.regions:
-            opened.append(adopt_region(fds.pop(1), info))
+        adopt_regions(fds, 1, hello.regions, opened)
     except BaseException:
         for region in opened:
             region.close()

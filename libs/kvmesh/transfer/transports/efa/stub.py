@@ -224,7 +224,7 @@ class EfaStubNetwork(StubWorld):
         if not peer.receives:
             self.violations.append("a write with immediate found no receive")
             return RNR_EXCEEDED
-        self.copy(request.target, request.addr, request.length, region)
+        self.copy(request.target, request.addr, request.length, region, local)
         arrived = StubCompletion(
             peer.receives.popleft(),
             SUCCESS,

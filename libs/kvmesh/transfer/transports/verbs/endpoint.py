@@ -17,7 +17,17 @@ from typing import Any, Generic, TypeVar
 from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, Unauthenticated, Unavailable
 from kvmesh.kv.pidfd import Life
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
-from kvmesh.transfer.transports.base import Ask, Endpoint, EngineMemory, Expected, Inbound, Outbound, Transport
+from kvmesh.transfer.transports.base import (
+    HOST_MEMORY,
+    Ask,
+    Endpoint,
+    EngineMemory,
+    Expected,
+    Inbound,
+    Outbound,
+    Transport,
+    memory_kind,
+)
 from kvmesh.transfer.transports.rails import RailsInbound, RailsOutbound, pairing
 from kvmesh.transfer.transports.verbs.device import RdmaDevice
 from kvmesh.transfer.transports.verbs.faults import PairFaults
@@ -121,6 +131,15 @@ class RdmaTransport(Transport, Generic[DeviceT, InboundT]):
     def offer(self) -> pb.TransportOffer:
         self._open_device()
         return pb.TransportOffer(name=self.name, rails=len(self._nics.up()))
+
+    def fits(self, memory: EngineMemory) -> tuple[bool, str]:
+        kind = memory_kind(memory)
+        if kind == HOST_MEMORY:
+            return True, "host memory"
+        without = [region.name for region in memory.regions if region.dmabuf is None]
+        if without:
+            return False, f"does not reach {kind} memory: no dma-buf came with {', '.join(sorted(set(without)))}"
+        return True, f"{kind} memory by dma-buf"
 
     def register(self, memory: EngineMemory) -> None:
         """The engine is not refused where its memory cannot be pinned: it goes by another transport then."""

@@ -237,9 +237,12 @@ class Nics(Generic[DeviceT]):
         only = frozenset(self._devices)
         if self._options.near:
             return [nics_for_gpu(topology, self._options.near, port=self._port, only=only)] * len(regions)
-        nodes = [_node(topology, region) for region in regions]
-        by_node = {node: nics_for_memory(topology, node, port=self._port, only=only) for node in set(nodes)}
-        return [by_node[node] for node in nodes]
+        return [self._near(topology, region, only) for region in regions]
+
+    def _near(self, topology: Topology, region: Region, only: frozenset[str]) -> Affinity:
+        if region.dmabuf is not None and region.dmabuf.pci_address:
+            return nics_for_gpu(topology, region.dmabuf.pci_address, port=self._port, only=only)
+        return nics_for_memory(topology, _node(topology, region), port=self._port, only=only)
 
 
 def _registered(device: RdmaDevice, regions: Sequence[Region]) -> list[Memory]:
@@ -248,7 +251,7 @@ def _registered(device: RdmaDevice, regions: Sequence[Region]) -> list[Memory]:
         memory: list[Memory] = []
         try:
             for region in regions:
-                memory.append(device.register_region(region))
+                memory.append(_register(device, region))
             return memory
         except KvmeshError:
             for item in memory:
@@ -258,8 +261,17 @@ def _registered(device: RdmaDevice, regions: Sequence[Region]) -> list[Memory]:
                 raise
 
 
+def _register(device: RdmaDevice, region: Region) -> Memory:
+    dmabuf = region.dmabuf
+    if dmabuf is None:
+        return device.register_region(region)
+    return device.register_dmabuf(dmabuf.fd, region.nbytes, dmabuf.offset)
+
+
 def _node(topology: Topology, region: Region) -> int | None:
-    """The NUMA node that all of a region is on, None where there is no such."""
+    """The NUMA node that all of a region is on, None where there is no such, or where it is not mapped here."""
+    if not region.mapped:
+        return None
     if len(topology.nodes) <= 1:
         return topology.nodes[0].number if topology.nodes else None
     return node_of_range(address_of(region), region.nbytes)

@@ -210,7 +210,11 @@ class StubQp(StubPair):
             network.violations.append("a write with immediate found no receive")
             return RNR_EXCEEDED
         network.copy(
-            request.target, request.addr, request.length, network.memory(request.rkey, request.target, request.length)
+            request.target,
+            request.addr,
+            request.length,
+            network.memory(request.rkey, request.target, request.length),
+            network.memory(request.lkey, request.addr, request.length),
         )
         if request.imm is not None:
             done = StubCompletion(peer.receives.popleft(), SUCCESS, RECEIVED, socket.htonl(request.imm))

@@ -6,7 +6,9 @@ Stricter than a device: what one would let pass or punish by a crash is written 
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
+import mmap
 import os
 import threading
 from collections import deque
@@ -76,6 +78,8 @@ class StubWorld:
 
     hold: bool = False
     move: bool = True
+    # Whether devices and their kernel take dma-bufs.
+    dmabufs: bool = True
     # Devices whose port is down.
     down: set[str] = field(default_factory=set)
     violations: list[str] = field(default_factory=list)
@@ -119,7 +123,7 @@ class StubWorld:
             Context=opened,
             PD=lambda context: StubPd(context),
             MR=lambda pd, length, access, address: StubMr(pd, address, length, access),
-            DmaBufMR=lambda pd, length, access, dmabuf, offset: StubMr(pd, 0, length, access),
+            DmaBufMR=_dmabuf_mr,
             CompChannel=lambda context: StubChannel(),
             CQ=lambda context, entries, _, channel, vector: StubCq(self, entries, channel),
             QPEx=pair,
@@ -138,10 +142,10 @@ class StubWorld:
             make_channel=_make_channel,
         )
 
-    def copy(self, target: int, source: int, length: int, into: StubMr | None) -> None:
-        """Move bytes. A dma-buf is addressed from 0 and has no memory here."""
-        if length and self.move and into is not None and into.base:
-            ctypes.memmove(target, source, length)
+    def copy(self, target: int, source: int, length: int, into: StubMr | None, out: StubMr | None) -> None:
+        """Move bytes, as far as they have memory here."""
+        if length and self.move and into is not None and out is not None and into.place and out.place:
+            ctypes.memmove(into.place + target - into.base, out.place + source - out.base, length)
 
 
 class StubContext:
@@ -193,9 +197,14 @@ class StubPd:
 
 
 class StubMr:
-    """A registration of raw memory."""
+    """A registration. base: what its first byte is in work requests; place: where that is in this process, 0 = nowhere.
+    mapping: kept as long."""
 
-    def __init__(self, pd: StubPd, base: int, length: int, access: int) -> None:
+    def __init__(
+        self, pd: StubPd, base: int, length: int, access: int, place: int | None = None, mapping: object = None
+    ) -> None:
+        self.place = base if place is None else place
+        self._mapping = mapping
         self.context = pd.context
         self.context.objects += 1
         self._world = world = pd.context.world
@@ -298,6 +307,18 @@ ENUMS = SimpleNamespace(
     IBV_QP_RNR_RETRY=1 << 11,
     IBV_WC_RECV_RDMA_WITH_IMM=RECEIVED,
 )
+
+
+def _dmabuf_mr(pd: StubPd, length: int, access: int, dmabuf: int, offset: int) -> StubMr:
+    """Addressed by offset. A memfd serves as one, and has memory; what cannot be mapped has none."""
+    if not pd.context.world.dmabufs:
+        raise StubError("Failed to register a dma-buf MR", errno.EOPNOTSUPP)
+    try:
+        mapping = mmap.mmap(dmabuf, offset + length)
+    except (OSError, ValueError):
+        return StubMr(pd, offset, length, access, 0)
+    place = ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + offset
+    return StubMr(pd, offset, length, access, place, mapping)
 
 
 def _make_channel(context: StubContext) -> tuple[StubChannel, int]:
