@@ -13,10 +13,10 @@ from kvmesh.config.types import NameList, PlainUrl, TargetList
 
 # KV memory of an engine on CPU.
 CPU_KV_BYTES = 256 * MIB
-# A step's tokens on a GPU, and the sequences of one.
 # Tokens of a step: 4,096 keep a GPU's matrix units busy, and a prompt more would only make the first one wait for it;
 # where decode rows wait for the step too, less.
 GPU_TOKENS, GPU_PREFILL_TOKENS = 2048, 4096
+# Sequences of one.
 GPU_BATCH = 256
 
 
@@ -300,6 +300,8 @@ class WorkerSettings(ServiceSettings):
             object.__setattr__(self, name, value)
         if self.chunk_size > self.token_budget:
             raise ValueError("chunk_size must not exceed token_budget")
+        if self.max_batch > self.token_budget:
+            raise ValueError("max_batch must not exceed token_budget")
         if 0 < self.kv_memory_bytes < 4096:
             raise ValueError("kv_memory_bytes must be 0 or at least 4096")
         if self.runner == "scripted" and self.tp > 1:
@@ -317,14 +319,14 @@ class WorkerSettings(ServiceSettings):
             return values
         given = self.model_fields_set
         tokens = GPU_PREFILL_TOKENS if self.role == "prefill" else GPU_TOKENS
-        budget = self.token_budget if "token_budget" in given else tokens
-        if "chunk_size" in given and "token_budget" not in given:
-            budget = max(budget, self.chunk_size)
-        values |= {"token_budget": budget}
+        # What nobody has set makes room for what somebody has.
+        asked = [getattr(self, name) for name in ("chunk_size", "max_batch") if name in given]
+        budget = self.token_budget if "token_budget" in given else max([tokens, *asked])
+        values["token_budget"] = budget
         if "chunk_size" not in given:
             values["chunk_size"] = budget
         if "max_batch" not in given:
-            values["max_batch"] = GPU_BATCH
+            values["max_batch"] = min(GPU_BATCH, budget)
         return values
 
 

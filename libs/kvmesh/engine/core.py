@@ -339,8 +339,16 @@ class EngineCore:
     def _handle_inbox(self) -> None:
         with self._cond:
             commands, self._inbox = self._inbox, []
-        for command in commands:
-            command()
+        handled = 0
+        try:
+            for command in commands:
+                handled += 1
+                command()
+        except BaseException:
+            # The engine ends. What it has not come to is `_finish`'s: those requests have their terminal too.
+            with self._cond:
+                self._inbox[:0] = commands[handled:]
+            raise
         if commands:
             self._watch.progress()
 
@@ -353,8 +361,7 @@ class EngineCore:
                 raise self._overloaded()
         except KvmeshError as error:
             self.counters.requests_failed += 1
-            usage = Usage(request.prompt_len, 0, 0, 0.0, 0.0, 0.0, 0)
-            self.scheduler.events.append(Ended(request.key, usage, error))
+            self.scheduler.events.append(Ended(request.key, _nothing(request.prompt_len), error))
             return
         self.scheduler.add(request)
         if len(self._deadlines) > 4 * len(self.scheduler.requests) + 64:
@@ -375,7 +382,7 @@ class EngineCore:
 
     def _release(self, key: RequestKey) -> None:
         request = self.scheduler.requests.get(key) or self.scheduler.lingering.get(key)
-        if request is not None and request.root.ahead and key not in self._early_releases:
+        if request is not None and request.root.ahead:
             self._early_releases.append(key)
             return
         self._release_now(key)
@@ -468,13 +475,23 @@ class EngineCore:
             self._end_all(error)
         except Exception:
             _log.exception("ending requests failed")
-            for key in list(self.scheduler.requests):
-                request = self.scheduler.requests.pop(key)
-                if not request.ended:
-                    request.ended = True
-                    self.scheduler.events.append(Ended(key, request.usage(self._clock()), error))
+            self._end_bluntly(error)
         self._load = self._measure()
         self._flush()
+
+    def _end_bluntly(self, error: KvmeshError) -> None:
+        """One Ended for each request that has none, where ending them in order has failed. Their pages are lost."""
+        scheduler = self.scheduler
+        told = {event.key for event in scheduler.events if isinstance(event, Ended)}
+        with self._cond:
+            live = [key for key in self._live if key not in told]
+        for key in live:
+            request = scheduler.requests.pop(key, None)
+            usage = _nothing(0)
+            if request is not None:
+                request.ended = True
+                usage = request.usage(self._clock())
+            scheduler.events.append(Ended(key, usage, error))
 
     def _check_open(self) -> None:
         if self._failure is not None:
@@ -487,6 +504,11 @@ class EngineCore:
 
     def _dump(self) -> str:
         return self.scheduler.describe()
+
+
+def _nothing(prompt_tokens: int) -> Usage:
+    """Of a request that was never admitted."""
+    return Usage(prompt_tokens, 0, 0, 0.0, 0.0, 0.0, 0)
 
 
 def void(_: object) -> None:

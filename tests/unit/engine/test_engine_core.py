@@ -170,6 +170,35 @@ def test_a_broken_scheduler_ends_everything_and_says_so(world: World) -> None:
         world.core.submit(request("c"))
 
 
+@pytest.mark.parametrize("breaks", ["schedule", "prefill_here", "end_choice", "both"])
+def test_whatever_breaks_every_request_has_one_terminal(world: World, breaks: str) -> None:
+    """Those whose submit had not been looked at, and those that cannot be ended in order, too."""
+    got = Collector(world)
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("planned")
+
+    scheduler = world.core.scheduler
+    if breaks == "schedule":
+        scheduler.schedule = broken
+    else:
+        world.core._handoff.prefill_here = broken
+    if breaks in ("end_choice", "both"):
+        scheduler.end_choice = broken
+    names = ["a", "b", "c"]
+    world.core.submit(request("a"))
+    world.core.prefill_here(RequestKey("a"))
+    world.core.submit(request("b"))
+    if breaks == "both":
+        world.core.prefill_here(RequestKey("b"))
+    world.core.submit(request("c"))
+    world.core.start()
+    world.core._thread.join(WAIT)
+    ends = Counter(event.key.request_id for event in got.events if isinstance(event, Ended))
+    assert ends == dict.fromkeys(names, 1)
+    assert all("planned" in event.error.message for event in got.events if isinstance(event, Ended))
+
+
 def test_expose_races_with_the_end_of_requests() -> None:
     """Threads expose while others abort: a granted generation always finds its pages still there."""
     world = World(threaded=True, num_pages=40, max_batch=32, token_budget=64, max_queue=64, prefix_cache=False)

@@ -17,7 +17,7 @@ from kvmesh.engine.cuda.doorbell import PAGE_BYTES, HostBell
 from kvmesh.engine.cuda.profile import GpuMemory, kv_bytes, pages_that_fit
 from kvmesh.engine.runner import SamplingParams
 from kvmesh.engine.scripted import ScriptedModel, scripted_output
-from kvmesh.engine.worker import loading, posting
+from kvmesh.engine.worker import bootstrap, loading, posting
 from kvmesh.engine.worker.loading import check_cuda, cuda_options
 from kvmesh.engine.worker.memory import cuda_memory, page_bytes
 from kvmesh.engine.worker.posting import Route, choose_route
@@ -41,6 +41,8 @@ LAYOUT = KvLayout(1, "bf16", 16, (KvGroup("kv", "full", (0, 1), 2, 16),), 8)
         ({"device": "cuda", "token_budget": 1000}, (64, 0, 1000, 1000, 256)),
         ({"device": "cuda", "chunk_size": 9000}, (64, 0, 9000, 9000, 256)),
         ({"device": "cuda", "chunk_size": 100, "kv_memory_bytes": GIB}, (64, GIB, 2048, 100, 256)),
+        ({"device": "cuda", "token_budget": 128}, (64, 0, 128, 128, 128)),
+        ({"device": "cuda", "max_batch": 4000}, (64, 0, 4000, 4000, 4000)),
     ],
 )
 def test_what_nobody_has_set_depends_on_the_device(given: dict[str, Any], expected: tuple[int, ...]) -> None:
@@ -48,6 +50,12 @@ def test_what_nobody_has_set_depends_on_the_device(given: dict[str, Any], expect
     names = ("page_size", "kv_memory_bytes", "token_budget", "chunk_size", "max_batch")
     assert tuple(getattr(made, name) for name in names) == expected
     assert made.local_prefill_tokens == expected[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_batch_that_no_step_holds_is_refused_at_once(device: str) -> None:
+    with pytest.raises(ValueError, match="max_batch must not exceed token_budget"):
+        WorkerSettings(device=device, token_budget=16, chunk_size=16, max_batch=17)
 
 
 def test_the_environment_sets_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,11 +245,31 @@ async def test_routes(
         ({"device": "cuda", "nvlink": "host"}, "nvlink=host is for memory of the host"),
         ({"nvlink": "cuda"}, "needs device=cuda"),
         ({"nvlink": "host", "staging": "on"}, "does not go with staging=on"),
+        ({"nvlink": "host", "tp": 2}, "tp must be 1"),
+        ({"staging": "on", "tp": 2}, "several ranks"),
+        ({"device": "cuda", "tp": 2}, "several ranks"),
     ],
 )
-async def test_settings_that_do_not_go_together(given: dict[str, Any], says: str) -> None:
+async def test_settings_that_do_not_go_together(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], says: str
+) -> None:
+    """Nobody waits for a model to load before it is said."""
+    socket = Path("/nowhere")
     with pytest.raises(InvalidArgument, match=says):
-        await choose_route(WorkerSettings(sidecar_socket=Path("/nowhere"), **given), LAYOUT)
+        await choose_route(WorkerSettings(sidecar_socket=socket, **given), LAYOUT)
+
+    async def load_runner(settings: Any) -> None:
+        raise AssertionError("it was loaded")
+
+    monkeypatch.setattr(bootstrap, "load_runner", load_runner)
+    with pytest.raises(InvalidArgument, match=says):
+        async with running(sidecar_socket=socket, runner="torch", **given):
+            pass
+
+
+async def test_the_scripted_runner_has_no_gpu() -> None:
+    with pytest.raises(InvalidArgument, match="the scripted runner has no GPU"):
+        await loading.load_runner(WorkerSettings(runner="scripted", device="cuda"))
 
 
 async def test_without_a_sidecar_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

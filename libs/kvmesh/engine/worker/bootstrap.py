@@ -31,7 +31,7 @@ from kvmesh.engine.worker.frames import FrameLimits, FramesHub, GatewayStream
 from kvmesh.engine.worker.loading import in_thread, load_runner
 from kvmesh.engine.worker.memory import KvMemory
 from kvmesh.engine.worker.meters import Meters
-from kvmesh.engine.worker.posting import Movers, choose_route, make_memory, make_movers
+from kvmesh.engine.worker.posting import Movers, check_route, choose_route, make_memory, make_movers
 from kvmesh.engine.worker.prefill import PrefillService
 from kvmesh.engine.worker.pump import EventPump
 from kvmesh.engine.worker.requests import DecodeRequests
@@ -112,6 +112,7 @@ class Worker:
     async def started(self) -> None:
         """Load, connect, serve. Raises what makes the worker useless: no model, no memory."""
         settings = self.settings
+        check_route(settings)
         self._runner = runner = await load_runner(settings)
         spec = "scripted" if settings.runner == "scripted" else settings.model
         tokenizer = await in_thread(lambda: load_tokenizer(spec), name="tokenizer-load")

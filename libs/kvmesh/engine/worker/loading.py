@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.parallel.ranks import start_ranks
 from kvmesh.engine.runner import Runner
-from kvmesh.errors import FailedPrecondition
+from kvmesh.errors import FailedPrecondition, InvalidArgument
 from kvmesh.telemetry import metrics, names
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ def compute_threads(settings: WorkerSettings) -> int:
 async def load_runner(settings: WorkerSettings) -> Runner:
     """Load what `settings.runner` says. KvmeshError as the loaders raise it."""
     if settings.runner == "scripted":
+        if settings.on_gpu:
+            raise InvalidArgument("the scripted runner has no GPU: leave device out", details={"field": "device"})
         from kvmesh.engine.worker.scripted import scripted_runner
 
         return scripted_runner(settings)

@@ -62,9 +62,8 @@ class Movers:
                 log.warning("a stream does not end: %s", error)
 
 
-async def choose_route(settings: WorkerSettings, layout: KvLayout) -> Route:
-    """From the settings and, where they leave it open, from what the sidecar has. Raises InvalidArgument for settings
-    that do not go together."""
+def check_route(settings: WorkerSettings) -> None:
+    """Refuse settings that do not go together, before anybody waits for a model to load. Raises InvalidArgument."""
     nvlink, staging = settings.nvlink, settings.staging
     if settings.on_gpu and nvlink == "host":
         raise InvalidArgument("nvlink=host is for memory of the host: with a GPU it is cuda or auto")
@@ -72,20 +71,24 @@ async def choose_route(settings: WorkerSettings, layout: KvLayout) -> Route:
         raise InvalidArgument("nvlink=cuda needs device=cuda")
     if nvlink in ("cuda", "host") and staging == "on":
         raise InvalidArgument("nvlink writes to the pages themselves: it does not go with staging=on")
+    if settings.sidecar_socket is None or settings.tp == 1:
+        return
+    if nvlink in ("cuda", "host"):
+        raise InvalidArgument("nvlink: ranks in processes of their own cannot write by themselves yet: tp must be 1")
+    if staging == "on" or settings.on_gpu:
+        raise InvalidArgument(
+            "not implemented: KV to and from several ranks on GPUs: set tp to 1, or leave sidecar_socket out"
+        )
+
+
+async def choose_route(settings: WorkerSettings, layout: KvLayout) -> Route:
+    """From the settings and, where they leave it open, from what the sidecar has. As `check_route`."""
+    check_route(settings)
+    nvlink, staging = settings.nvlink, settings.staging
     if settings.sidecar_socket is None:
         return Route.SIDECAR
     if nvlink in ("cuda", "host"):
-        if layout.tp > 1:
-            raise InvalidArgument(
-                "nvlink: ranks in processes of their own cannot write by themselves yet: tp must be 1"
-            )
         return Route.NVLINK
-    if layout.tp > 1:
-        if staging == "on" or settings.on_gpu:
-            raise InvalidArgument(
-                "not implemented: KV to and from several ranks on GPUs: set tp to 1, or leave sidecar_socket out"
-            )
-        return Route.SIDECAR
     if staging == "on":
         return Route.STAGING
     if not settings.on_gpu:
