@@ -266,6 +266,11 @@ class WorkerSettings(ServiceSettings):
         description="Whether this process writes KV into its peers by itself (transport nvlink): cuda, from a GPU; "
         "auto, from a GPU whose sidecar has that transport; host, for tests.",
     )
+    gpudirect: Literal["auto", "off"] = Field(
+        default="auto",
+        description="Whether NICs read and write this GPU's memory by themselves (verbs, efa): auto, where nvlink is "
+        "not used and sidecar, NIC and driver can.",
+    )
     staging: Literal["auto", "off", "on"] = Field(
         default="auto",
         description="Whether KV travels through pages in host memory, for transports that do not reach a GPU's: auto, "

@@ -18,6 +18,7 @@ from kvmesh.engine.cuda.profile import GpuMemory, kv_bytes, pages_that_fit
 from kvmesh.engine.runner import SamplingParams
 from kvmesh.engine.scripted import ScriptedModel, scripted_output
 from kvmesh.engine.worker import bootstrap, loading, posting
+from kvmesh.engine.worker.gpudirect import SidecarSays
 from kvmesh.engine.worker.loading import check_cuda, cuda_options
 from kvmesh.engine.worker.memory import cuda_memory, page_bytes
 from kvmesh.engine.worker.posting import Route, choose_route
@@ -230,11 +231,11 @@ def test_the_host_rings_through_the_device(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_routes(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], transports: list[str] | None, expected: Route
 ) -> None:
-    async def ask(settings: Any, layout: Any) -> list[str]:
+    async def ask(settings: Any, layout: Any, shown: Any = None) -> SidecarSays:
         assert transports is not None, "the sidecar need not be asked"
-        return transports
+        return SidecarSays(transports)
 
-    monkeypatch.setattr(posting, "sidecar_transports", ask)
+    monkeypatch.setattr(posting, "ask_sidecar", ask)
     made = WorkerSettings(**({"sidecar_socket": Path("/nowhere")} | given))
     assert await choose_route(made, LAYOUT) is expected
 
@@ -275,7 +276,7 @@ async def test_the_scripted_runner_has_no_gpu() -> None:
 async def test_without_a_sidecar_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(posting, "SIDECAR_S", 0.3)
     made = WorkerSettings(device="cuda", sidecar_socket=tmp_path / "nobody.sock")
-    assert await posting.sidecar_transports(made, LAYOUT) == []
+    assert await posting.ask_sidecar(made, LAYOUT) == SidecarSays()
 
 
 # -- whole workers

@@ -39,12 +39,14 @@ def gpu_memory(device: int, weights: int, workspaces: int) -> GpuMemory:
     return GpuMemory(free, total, weights, workspaces)
 
 
-def kv_regions(layout: KvLayout, device: int, memory: GpuMemory) -> dict[str, CudaRegion]:
-    """A zeroed region per group. Raises Unavailable with numbers where the memory is not to be had."""
+def kv_regions(layout: KvLayout, device: int, memory: GpuMemory, *, dmabuf: bool = False) -> dict[str, CudaRegion]:
+    """A zeroed region per group; dmabuf: exported for NICs too. Raises Unavailable with numbers where the memory
+    is not to be had."""
     regions: dict[str, CudaRegion] = {}
     try:
         for group in layout.groups:
-            regions[group.name] = CudaRegion(f"kvmesh-kv-{group.name}", layout.region_bytes(group), device)
+            name, size = f"kvmesh-kv-{group.name}", layout.region_bytes(group)
+            regions[group.name] = CudaRegion(name, size, device, dmabuf=dmabuf)
         zero(regions.values(), device)
     except Unavailable as error:
         close_all(regions.values())

@@ -28,10 +28,11 @@ from kvmesh.engine.worker.convert import load_proto
 from kvmesh.engine.worker.decode import DecodeService
 from kvmesh.engine.worker.engine_service import EngineService, worker_info
 from kvmesh.engine.worker.frames import FrameLimits, FramesHub, GatewayStream
+from kvmesh.engine.worker.gpudirect import NIC_TRANSPORTS, NicWrites
 from kvmesh.engine.worker.loading import in_thread, load_runner
 from kvmesh.engine.worker.memory import KvMemory
 from kvmesh.engine.worker.meters import Meters
-from kvmesh.engine.worker.posting import Movers, check_route, choose_route, make_memory, make_movers
+from kvmesh.engine.worker.posting import Movers, Route, check_route, choose_route, make_memory, make_movers
 from kvmesh.engine.worker.prefill import PrefillService
 from kvmesh.engine.worker.pump import EventPump
 from kvmesh.engine.worker.requests import DecodeRequests
@@ -45,6 +46,7 @@ from kvmesh.rpc.channel import MeshChannel, open_inner_channel
 from kvmesh.rpc.guard import Access
 from kvmesh.rpc.limits import Deadline
 from kvmesh.rpc.service import ServiceContext
+from kvmesh.transfer.client import SidecarClient
 from kvmesh.transfer.link import SidecarLink
 
 if TYPE_CHECKING:
@@ -167,6 +169,7 @@ class Worker:
             meters=Meters(identity.served_name, lambda: core.counters, core.pool.counts),
             link=link,
             staging=staging,
+            nic_writes=NicWrites(settings.gpu, fatal) if route is Route.GPUDIRECT else None,
             at_step=self._at_step,
         )
         pump.on_load(ctx.meters)
@@ -228,9 +231,15 @@ class Worker:
             doorbell=memory.doorbell_region,
             ring=memory.ring_region,
             poster=self._movers.poster,
-            on_connected=lambda client: self.status.update(sidecar_up=True),
+            on_connected=self._connected,
             on_lost=lambda: self.status.update(sidecar_up=False),
         )
+
+    def _connected(self, client: SidecarClient) -> None:
+        self.status.update(sidecar_up=True)
+        if self.ctx is not None and self.ctx.nic_writes is not None and not NIC_TRANSPORTS & set(client.transports):
+            # A little of it was taken, all of it is not: often the GPU's BAR, which it must fit into.
+            log.error("no NIC takes all of this GPU's KV memory: nothing can be sent or received; set gpudirect=off")
 
     def _fatal(self, loop: asyncio.AbstractEventLoop) -> Callable[[str], None]:
         """What to call, from any thread, where this process is of no use any more (a rank or the GPU is lost):

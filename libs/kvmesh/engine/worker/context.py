@@ -15,6 +15,7 @@ from kvmesh.engine.cuda.staging import Staging
 from kvmesh.engine.runner import ModelInfo
 from kvmesh.engine.worker.channels import PrefillChannels
 from kvmesh.engine.worker.convert import ModelLimits
+from kvmesh.engine.worker.gpudirect import NicWrites
 from kvmesh.engine.worker.meters import Meters
 from kvmesh.engine.worker.pump import EventPump
 from kvmesh.engine.worker.steps import StepHook, no_hook
@@ -55,6 +56,8 @@ class WorkerContext:
     link: SidecarLink | None = None
     # Where KV travels through host memory: its pages are named in descriptors in place of the engine's.
     staging: Staging | None = None
+    # Where NICs write to the GPU's memory by themselves.
+    nic_writes: NicWrites | None = None
     at_step: StepHook = no_hook
     # A slot whose writer is done gets so long to count its last bytes; a sidecar so long to answer.
     lease_s: float = 5.0

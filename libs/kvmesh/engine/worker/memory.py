@@ -112,9 +112,9 @@ class KvMemory:
         self.unpin.clear()
 
 
-def cuda_memory(runner: Runner, settings: WorkerSettings, *, staging: bool) -> KvMemory:
-    """KV on the runner's GPU, as much as the settings say or as fits. Raises Unavailable, with numbers, where the
-    memory is not to be had."""
+def cuda_memory(runner: Runner, settings: WorkerSettings, *, staging: bool, dmabuf: bool = False) -> KvMemory:
+    """KV on the runner's GPU, as much as the settings say or as fits; dmabuf: for NICs too. Raises Unavailable, with
+    numbers, where the memory is not to be had."""
     from kvmesh.engine.cuda.doorbell import PAGE_BYTES, HostBell
     from kvmesh.engine.cuda.memory import gpu_memory, kv_regions
     from kvmesh.engine.cuda.profile import pages_that_fit
@@ -128,7 +128,7 @@ def cuda_memory(runner: Runner, settings: WorkerSettings, *, staging: bool) -> K
         # Each rank has a GPU of its own, all of one kind.
         pages = pages_that_fit(memory, settings.gpu_memory_utilization, page_bytes(one) // one.tp)
         layout = runner.layout(settings.page_size, pages)
-    regions = kv_regions(layout, settings.gpu, memory)
+    regions = kv_regions(layout, settings.gpu, memory, dmabuf=dmabuf)
     doorbell = Region.create("kvmesh-doorbell", PAGE_BYTES)
     bell = HostBell(doorbell, settings.gpu)
     ring = Region.create("kvmesh-ring", StepRing.bytes_for(RING_RECORDS, settings.max_batch))

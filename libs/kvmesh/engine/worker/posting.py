@@ -7,6 +7,7 @@ import enum
 import logging
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +17,7 @@ from kvmesh.engine.nvlink.backend import Backend
 from kvmesh.engine.nvlink.host import HostBackend, address_of
 from kvmesh.engine.nvlink.poster import NvlinkPoster
 from kvmesh.engine.runner import Runner
+from kvmesh.engine.worker.gpudirect import SidecarSays, why_not_gpudirect
 from kvmesh.engine.worker.memory import KvMemory, StagedMemory, cuda_memory, size_layout, staging_pages
 from kvmesh.errors import InvalidArgument, KvmeshError
 from kvmesh.kv.layout import KvLayout
@@ -42,6 +44,7 @@ class Route(enum.Enum):
 
     SIDECAR = "sidecar"  # or nothing, where there is none
     NVLINK = "nvlink"
+    GPUDIRECT = "gpudirect"  # by the sidecar too, from and to the GPU's memory
     STAGING = "staging"
 
 
@@ -93,20 +96,29 @@ async def choose_route(settings: WorkerSettings, layout: KvLayout) -> Route:
         return Route.STAGING
     if not settings.on_gpu:
         return Route.SIDECAR
-    if nvlink == "auto" and "nvlink" in await sidecar_transports(settings, layout):
+    says = await ask_sidecar(settings, layout) if "auto" in (nvlink, settings.gpudirect) else SidecarSays()
+    if nvlink == "auto" and "nvlink" in says.transports:
         return Route.NVLINK
+    if settings.gpudirect == "auto":
+        why_not = await why_not_gpudirect(settings, layout, says, lambda shown: ask_sidecar(settings, layout, shown))
+        if not why_not:
+            log.info("KV goes by GPUDirect: %s registered this GPU's memory", ", ".join(says.nics))
+            return Route.GPUDIRECT
+        log.info("KV does not go by GPUDirect: %s", why_not)
     if staging == "off":
         log.warning("no transport reaches this GPU's memory: KV can neither be sent nor received")
         return Route.SIDECAR
     return Route.STAGING
 
 
-async def sidecar_transports(settings: WorkerSettings, layout: KvLayout) -> list[str]:
+async def ask_sidecar(
+    settings: WorkerSettings, layout: KvLayout, shown: Mapping[str, Region] | None = None
+) -> SidecarSays:
     """What our sidecar can do; nothing, where none comes. It only tells an engine: so one with a page a group registers
-    for a moment."""
+    for a moment: these regions, or host memory."""
     assert settings.sidecar_socket is not None
     one = replace(layout, num_pages=1)
-    regions = {group.name: Region.create("kvmesh-probe", one.region_bytes(group)) for group in one.groups}
+    own = {g.name: Region.create("kvmesh-probe", one.region_bytes(g)) for g in one.groups} if shown is None else {}
     doorbell = Region.create("kvmesh-probe-doorbell", DOORBELL_BYTES)
     ring = Region.create("kvmesh-probe-ring", StepRing.bytes_for(1, 1))
     until = time.monotonic() + SIDECAR_S
@@ -119,7 +131,7 @@ async def sidecar_transports(settings: WorkerSettings, layout: KvLayout) -> list
                     engine_id=f"{settings.instance_name}-probe",
                     incarnation=secrets.randbits(63) or 1,
                     layout=one,
-                    regions=regions,
+                    regions=shown or own,
                     doorbell=doorbell,
                     ring=ring,
                     timeout_s=max(_ASK_S, until - time.monotonic()),
@@ -129,22 +141,22 @@ async def sidecar_transports(settings: WorkerSettings, layout: KvLayout) -> list
             except (KvmeshError, OSError) as error:
                 if time.monotonic() > until:
                     log.warning("no sidecar in %g s (%s): KV goes through host memory", SIDECAR_S, error)
-                    return []
+                    return SidecarSays()
                 await asyncio.sleep(_ASK_S)
                 continue
-            transports = list(client.transports)
+            says = SidecarSays(tuple(client.transports), client.takes_dmabufs)
             await client.close()
-            return transports
+            return says
     finally:
         writers.close()
-        for region in (*regions.values(), doorbell, ring):
+        for region in (*own.values(), doorbell, ring):
             region.close()
 
 
 def make_memory(runner: Runner, settings: WorkerSettings, route: Route) -> KvMemory:
     """KV memory where the runner computes, with staging where that is the route. Blocks: it may be large."""
     if settings.on_gpu:
-        return cuda_memory(runner, settings, staging=route is Route.STAGING)
+        return cuda_memory(runner, settings, staging=route is Route.STAGING, dmabuf=route is Route.GPUDIRECT)
     layout = size_layout(runner, settings)
     pages = staging_pages(layout, runner, settings) if route is Route.STAGING else 0
     return KvMemory.create(layout, settings.max_batch, staging_pages=pages)

@@ -8,7 +8,7 @@ What must hold at every await, since a request may be cancelled at any of them:
 - pages are exposed before the descriptor leaves and stay so until the slot is complete or drained. Giving up hands
   that wait to a task of its own, which outlives the request;
 - `kv_ready` is called only after the sidecar has counted every byte of the plan, and where KV travels through host
-  memory, only after it has been copied from there.
+  memory, only after it has been copied from there; what a NIC wrote to a GPU has been flushed before, where it must be.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from kvmesh.engine.cuda.staging import Lease
 from kvmesh.engine.events import Admitted
+from kvmesh.engine.failures import DeviceFailed
 from kvmesh.engine.worker.awaiting import AwaitingRequest
 from kvmesh.engine.worker.context import WorkerContext
 from kvmesh.engine.worker.prefill_call import PrefillCall
@@ -87,6 +88,11 @@ class RemotePrefill:
                 break
             except _Gone:
                 return
+            except DeviceFailed as error:
+                # The worker ends; nobody else would be heard either.
+                log.error("the KV of %s is lost: %s", self._request.key.request_id, error.message)
+                cause = "failed"
+                break
             except KvmeshError as error:
                 cause = "failed"
                 # A later admission, after a preemption, does not ask it again.
@@ -119,6 +125,8 @@ class RemotePrefill:
             result = await self._receive(target, client, slot, deadline)
             if lease is not None and self._staging is not None:
                 await self._staging.land(lease)
+            if self._ctx.nic_writes is not None:
+                self._ctx.nic_writes.landed(result.transport)
             await self._step(RequestStep.KV_COMPLETE)
         except BaseException as error:
             self._give_up(client, slot, generation, lease, error)
