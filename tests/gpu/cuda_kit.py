@@ -28,8 +28,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gqa3_d64": {},
     "gqa4_d128": {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128},
     "mha_d64_tied": {"num_key_value_heads": 9, "tie_word_embeddings": True},
-    "bias_gqa7_d64": {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "attention_bias": True},
-}
+    "bias_gqa7_d64": {
+        "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "attention_bias": True,
+        "mlp_bias": True,
+    },
+}  # fmt: skip
 
 
 def make_model(directory: Path, shape: str) -> torch.nn.Module:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from kvmesh.errors import InvalidArgument
 from kvmesh.layers.cuda.activation import silu_mul
+from kvmesh.layers.cuda.decode_attention import HEAD_DIMS, QUERIES
 from kvmesh.layers.cuda.doorbell import DeviceBell
 from kvmesh.layers.cuda.embed import embed
 from kvmesh.layers.cuda.norm import add_norm
 from kvmesh.layers.cuda.pdl import available
 from kvmesh.layers.cuda.rope import rope_append
 from kvmesh.layers.cuda.skinny import MAX_ROWS, row_bucket, skinny_gate_up, skinny_linear, splits_for
+from kvmesh.loading.config import ModelConfig
 from kvmesh.models.llama import LlamaWeights, full_group
 
 
@@ -76,7 +79,10 @@ class Scratch:
     def __init__(self, model: CudaLlama) -> None:
         c = model.config
         width = model.qkv_width
-        shapes = ((width, c.hidden_size), (c.hidden_size, model.q_width), (c.hidden_size, model.wide))
+        shapes = [(width, c.hidden_size), (c.hidden_size, model.q_width), (c.hidden_size, model.wide)]
+        if c.mlp_bias:
+            # No epilogue: see `_Skinny.gate_up`.
+            shapes.append((2 * model.wide, c.hidden_size))
         partial = max(
             splits_for(m, n, k) * row_bucket(m) * n for n, k in shapes for m in (1, 2, 4, 8, 16, 32, 64, MAX_ROWS)
         )
@@ -93,6 +99,17 @@ class Scratch:
         self.act = take(MAX_ROWS * model.wide, torch.bfloat16)
 
 
+def check_served(config: ModelConfig, group: int, ranks: int) -> None:
+    """Raises InvalidArgument for shapes that the kernels do not have. group: queries per KV head."""
+    widths = (config.hidden_size, config.intermediate_size // ranks)
+    if config.head_dim not in HEAD_DIMS or group > QUERIES or any(width % 16 for width in widths):
+        raise InvalidArgument(
+            f"not served on CUDA: {group} queries per KV head (at most {QUERIES}) of {config.head_dim} (one of "
+            f"{HEAD_DIMS}), widths {widths} (multiples of 16)",
+            details={"field": "model"},
+        )
+
+
 class CudaLlama:
     """Weights on one GPU and the forward pass. Everything is queued on the current stream; nothing is waited for."""
 
@@ -102,6 +119,7 @@ class CudaLlama:
         c = self.config = weights.config
         self.device, self.tp = device, weights.tp
         self.heads, self.kv_heads = weights.heads, weights.kv_heads
+        check_served(c, self.heads // self.kv_heads, self.tp.size)
         self.pdl = available(device)
         self.rotary = weights.rotary
 
@@ -272,16 +290,3 @@ class _Blas:
             both += block.gate_up_bias
         silu_mul(both, self._act, pdl=self._model.pdl)
         return self._act
-
-
-def device_bytes(weights: Any) -> int:
-    """Bytes that a model's tensors take on the device."""
-    seen: dict[int, int] = {}
-    for block in weights.blocks:
-        for name in block.__slots__:
-            tensor = getattr(block, name)
-            if tensor is not None:
-                seen[tensor.data_ptr()] = tensor.nbytes
-    for tensor in (weights.embed, weights.norm, weights.head):
-        seen[tensor.data_ptr()] = tensor.nbytes
-    return sum(seen.values())

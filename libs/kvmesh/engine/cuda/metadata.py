@@ -24,7 +24,7 @@ class StepShape:
     sequence first.
 
     order: the batch's slice at each place. first_row: where the slice at a place begins. chunks: (count, start, table)
-    of the places behind the decode rows. sampled: places whose last row is sampled, in order.
+    of the places behind the decode rows.
     """
 
     order: list[int]
@@ -32,7 +32,6 @@ class StepShape:
     rows: int
     decode: int
     chunks: list[tuple[int, int, Int32Array]]
-    sampled: list[int]
 
     def last_row(self, place: int) -> int:
         """Row of the last token of the slice at a place."""
@@ -51,8 +50,7 @@ def shape_of(batch: StepBatch) -> StepShape:
         rows += len(slices[i].token_ids)
     for i in order[len(singles) :]:
         chunks.append((len(slices[i].token_ids), slices[i].start, slices[i].block_table))
-    sampled = [place for place, i in enumerate(order) if slices[i].samples]
-    return StepShape(order, first_row, rows, len(singles), chunks, sampled)
+    return StepShape(order, first_row, rows, len(singles), chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class StepMetadata:
         self, max_rows: int, max_decode: int, max_pages: int, page_size: int, num_pages: int, vocab_size: int,
         work: WorkLists, device: torch.device,
     ) -> None:  # fmt: skip
-        """max_pages: that the decode rows of a step name together."""
+        """max_pages: that the decode rows of a step name together, each an equal part at most."""
         self.page_size, self.num_pages, self.vocab_size = page_size, num_pages, vocab_size
         self.max_rows, self.max_decode, self.max_pages = max_rows, max_decode, max_pages
         self._work = work
@@ -129,6 +127,8 @@ class StepMetadata:
             if not count or s.start < 0:
                 raise Internal(f"a slice has {count} tokens from position {s.start}")
             used = -(-(s.start + count) // self.page_size)
+            if used > self.max_pages // self.max_decode:
+                raise Internal(f"a slice ends at {s.start + count} tokens, more than a sequence may have")
             if len(s.block_table) < used:
                 raise Internal(f"a block table of {len(s.block_table)} pages does not cover {s.start + count} tokens")
             table = s.block_table[:used]

@@ -21,12 +21,14 @@ from kvmesh.engine.cuda.head import CudaHead
 from kvmesh.engine.cuda.metadata import StepMetadata, StepShape, shape_of
 from kvmesh.engine.cuda.parallel_head import ParallelHead
 from kvmesh.engine.cuda.sampler import DeviceSampler
+from kvmesh.engine.cuda.workspaces import told_what_to_lower, workspace_bytes
 from kvmesh.engine.failures import DeviceFailed, SequencesFailed
 from kvmesh.engine.runner import ModelInfo, SampleInput, Slice, SliceResult, StepBatch, StepResult, TokenLogprobs
 from kvmesh.engine.sampling.processors import needs_processing
-from kvmesh.errors import Internal, InvalidArgument, Unavailable
+from kvmesh.errors import Internal, InvalidArgument, KvmeshError
 from kvmesh.kv.layout import LAYOUT_VERSION, KvLayout
 from kvmesh.kv.ring import Doorbell
+from kvmesh.layers.cuda.decode_attention import PAGE_SIZES
 from kvmesh.layers.cuda.doorbell import DeviceBell
 from kvmesh.layers.cuda.pages import copy_pages
 from kvmesh.layers.cuda.prefill_attention import PrefillAttention
@@ -139,11 +141,7 @@ class CudaRunner:
 
     def workspace_bytes(self) -> int:
         """Device memory that `bind_cuda` and the largest step take beside weights and KV, from above."""
-        c, model = self.model.config, self.model
-        # Of each row of a prompt: residual, normed, its product; q, k, v; attention; gate and up, their product.
-        row = 2 * (4 * c.hidden_size + 2 * model.qkv_width + 2 * model.q_width + 4 * model.wide)
-        logits = 4 * 2 * max(self.max_batch, MAX_ROWS) * c.vocab_size
-        return int(self.token_budget * row + logits + (1 << 30))
+        return workspace_bytes(self.model, self.max_batch, self.token_budget, self.max_model_len)
 
     def bind(self, layout: KvLayout, regions: Mapping[str, memoryview], doorbell: Doorbell) -> None:
         """Refused: this runner's pages are in device memory (`bind_cuda`)."""
@@ -160,6 +158,8 @@ class CudaRunner:
             or layout.tp != self.tp.size
         ):
             raise InvalidArgument("the kv layout is not this model's")
+        if layout.page_size not in PAGE_SIZES:
+            raise InvalidArgument(f"on CUDA a page has one of {PAGE_SIZES} tokens", details={"field": "page_size"})
         group = self.model.kv_group.name
         if group not in regions:
             raise InvalidArgument(f"no region for kv group {group!r}")
@@ -198,7 +198,7 @@ class CudaRunner:
             model.heads, model.kv_heads, c.head_dim, size, device, self.max_batch,
             min(self.max_batch * pages_each, 1 << 22),
         )  # fmt: skip
-        model.prepare(self.max_model_len)
+        model.prepare(pages_each * size)
         self._scratch = Scratch(model)
         self._head: CudaHead | ParallelHead = (
             CudaHead(model.head, self.max_batch, model.pdl)
@@ -215,14 +215,21 @@ class CudaRunner:
     def _warm(self) -> None:
         """Run what steps run, so that nothing is compiled or allocated while requests wait. Slots of -1: no page is
         written."""
-        for bucket in sorted({*self._graphs.sizes, 1, min(16, self.max_batch), self.max_batch}, reverse=True):
+        few = {1 << power for power in range(MAX_ROWS.bit_length())} | {self.max_batch}
+        for bucket in sorted({*self._graphs.sizes, *(n for n in few if n <= self.max_batch)}, reverse=True):
             self._idle_columns(bucket, bucket)
             self._decode(bucket)
         self._sampler.warm()
-        rows = self.token_budget
-        self._idle_columns(rows, 0)
-        self._prefill.plan([rows], [0], [np.zeros(-(-rows // self._metadata.page_size), np.int32)])
-        self._eager_rows(rows, 0)
+        # The largest step first, so that the others find its memory; then one of few rows, of a prompt that goes on.
+        size = self._metadata.page_size
+        for rows, start in ((self.token_budget, 0), (min(2, self.token_budget), size)):
+            self._idle_columns(rows, 0)
+            self._prefill.plan([rows], [start], [np.zeros(-(-(start + rows) // size), np.int32)])
+            self._eager_rows(rows, 0)
+        itself = self._indices([0])
+        copy_pages(self._region, itself, itself)
+        if self._bell is not None:
+            self._bell.ring()
         self.stream.synchronize()
 
     def _idle_columns(self, rows: int, decode: int) -> None:
@@ -313,7 +320,9 @@ class CudaRunner:
         with self._on_device():
             whole = shape.decode == shape.rows == len(samples) and on_layer is None
             bucket = self._graphs.bucket(shape.rows) if whole else 0
-            self._metadata.fill(batch, shape, self._last, bucket)
+            # Nothing is queued yet where it does not fit.
+            with self._failing(KvmeshError):
+                self._metadata.fill(batch, shape, self._last, bucket)
             with self._failing():
                 return self._queue(batch, shape, samples, bucket, on_layer)
 
@@ -441,7 +450,10 @@ class CudaRunner:
                 self.stream.synchronize()
         self._graphs.close()
         self._layers = []
-        for name in ("_region", "_head", "_scratch", "_sampler", "_attention", "_prefill", "_metadata", "model"):
+        for name in (
+            "_region", "_head", "_picked", "_tokens", "_pinned", "_scratch", "_sampler", "_attention", "_prefill",
+            "_metadata", "_ends", "model",
+        ):  # fmt: skip
             if hasattr(self, name):
                 delattr(self, name)
 
@@ -460,11 +472,13 @@ class CudaRunner:
             yield
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _failing(self, *harmless: type[Exception]) -> Iterator[None]:
         """A CUDA error leaves the process's context useless, and a step that broke off in the middle leaves the bell
-        behind: either way this runner is done."""
+        behind: either way this runner is done, but for what is harmless."""
         try:
             yield
+        except harmless:
+            raise
         except torch.OutOfMemoryError as error:
             self._broken = f"out of device memory in a step: lower token_budget or max_batch ({error})"
             raise DeviceFailed(self._broken) from error
@@ -480,16 +494,3 @@ def _event(**options: bool) -> torch.cuda.Event:
 def _needs_sampler(sample: SampleInput) -> bool:
     params = sample.params
     return params.temperature > 0 or params.want_logprobs or needs_processing(sample)
-
-
-@contextmanager
-def told_what_to_lower(what: str) -> Iterator[None]:
-    """Turns out of memory into Unavailable with the settings that help."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info()
-        raise Unavailable(
-            f"no device memory for {what} ({free >> 20} MiB of {total >> 20} are free): lower kv_memory_bytes or "
-            f"gpu_memory_utilization, max_batch, token_budget or max_model_len, or raise tp ({error})"
-        ) from error
