@@ -122,6 +122,7 @@ class StepMetadata:
         """Raises Internal and InvalidArgument for a batch that cannot run."""
         if not batch.slices:
             raise Internal("a step without slices")
+        tables, singles, prompts = [], [], []
         for s in batch.slices:
             count = len(s.token_ids)
             if not count or s.start < 0:
@@ -131,11 +132,14 @@ class StepMetadata:
                 raise Internal(f"a slice ends at {s.start + count} tokens, more than a sequence may have")
             if len(s.block_table) < used:
                 raise Internal(f"a block table of {len(s.block_table)} pages does not cover {s.start + count} tokens")
-            table = s.block_table[:used]
-            if table.min() < 0 or table.max() >= self.num_pages:
-                raise Internal(f"a block table names a page outside 0..{self.num_pages - 1}")
-            low = 0 if count > 1 else PENDING
-            if s.token_ids.min() < low or s.token_ids.max() >= self.vocab_size:
+            tables.append(s.block_table[:used])
+            (prompts if count > 1 else singles).append(s.token_ids)
+        # At once: with a row each, reductions would take longer than all the rest of a step's columns.
+        pages = np.concatenate(tables)
+        if pages.min() < 0 or pages.max() >= self.num_pages:
+            raise Internal(f"a block table names a page outside 0..{self.num_pages - 1}")
+        for low, ids in ((PENDING, singles), (0, prompts)):
+            if ids and (np.min(every := np.concatenate(ids)) < low or np.max(every) >= self.vocab_size):
                 raise InvalidArgument(f"a token id lies outside 0..{self.vocab_size - 1}")
         if any(not 0 <= page < self.num_pages for pair in batch.copies for page in pair):
             raise Internal(f"a copy names a page outside 0..{self.num_pages - 1}")
