@@ -122,7 +122,9 @@ class StepMetadata:
         """Raises Internal and InvalidArgument for a batch that cannot run."""
         if not batch.slices:
             raise Internal("a step without slices")
-        tables, singles, prompts = [], [], []
+        tables: list[Int32Array] = []
+        singles: list[Int32Array] = []
+        prompts: list[Int32Array] = []
         for s in batch.slices:
             count = len(s.token_ids)
             if not count or s.start < 0:

@@ -222,7 +222,8 @@ class CudaRunner:
         self._sampler.warm()
         # The largest step first, so that the others find its memory; then one of few rows, of a prompt that goes on.
         size = self._metadata.page_size
-        for rows, start in ((self.token_budget, 0), (min(2, self.token_budget), size)):
+        second = size if self._metadata.max_pages > 1 else 0
+        for rows, start in ((self.token_budget, 0), (min(2, self.token_budget), second)):
             self._idle_columns(rows, 0)
             self._prefill.plan([rows], [start], [np.zeros(-(-(start + rows) // size), np.int32)])
             self._eager_rows(rows, 0)
