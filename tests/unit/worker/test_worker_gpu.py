@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import subprocess
 import sys
+import threading
 import types
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +22,19 @@ from kvmesh.engine.cuda.profile import GpuMemory, kv_bytes, pages_that_fit
 from kvmesh.engine.runner import SamplingParams
 from kvmesh.engine.scripted import ScriptedModel, scripted_output
 from kvmesh.engine.worker import bootstrap, loading, posting
+from kvmesh.engine.worker.bootstrap import Worker
 from kvmesh.engine.worker.gpudirect import SidecarSays
 from kvmesh.engine.worker.loading import check_cuda, cuda_options
 from kvmesh.engine.worker.memory import cuda_memory, page_bytes
 from kvmesh.engine.worker.posting import Route, choose_route
 from kvmesh.errors import FailedPrecondition, InvalidArgument, Unavailable
 from kvmesh.kv.layout import KvGroup, KvLayout
+from kvmesh.rpc import BackgroundTasks, MeshAuth, RpcServer, ServiceContext
 from worker_fakes import Fabric
-from worker_harness import Gateway, prompt, running, until
+from worker_harness import Gateway, prompt, running, settings, until
 
 GIB = 1 << 30
+WAIT_S = 90.0
 LAYOUT = KvLayout(1, "bf16", 16, (KvGroup("kv", "full", (0, 1), 2, 16),), 8)
 
 
@@ -322,3 +329,67 @@ async def test_without_a_sidecar_the_runner_rings(monkeypatch: pytest.MonkeyPatc
         assert runner.bound.device_pointer in driver.registered
         assert (await gateway.ask(prompt(100))).finished
         assert runner.bound.value > 0
+
+
+# -- stopping
+
+
+@asynccontextmanager
+async def loaded(**values: Any) -> AsyncIterator[Worker]:
+    """A worker whose start and end are the test's."""
+    conf = settings(**values)
+    auth = MeshAuth.from_settings(conf)
+    server = RpcServer(conf, auth=auth)
+    async with BackgroundTasks() as tasks:
+        await server.start()
+        try:
+            yield Worker(ServiceContext(conf, server, auth, tasks))
+        finally:
+            await server.close()
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_a_start_broken_off_while_the_runner_is_bound(monkeypatch: pytest.MonkeyPatch, in_time: bool) -> None:
+    """Graphs are captured there, for a minute: nobody takes weights and memory away from under that."""
+    runner = FakeCudaRunner()
+    driver = fake_gpu(monkeypatch, runner)
+    begun, go, seen = threading.Event(), threading.Event(), []
+
+    def bind(*_: Any) -> None:
+        begun.set()
+        assert go.wait(WAIT_S)
+        seen.append(("bound", driver.used > 0))
+
+    monkeypatch.setattr(runner, "bind_cuda", bind)
+    monkeypatch.setattr(runner, "close", lambda: seen.append(("closed", driver.used > 0)))
+    monkeypatch.setattr(bootstrap, "STOP_S", WAIT_S if in_time else 0.05)
+    async with loaded(device="cuda") as worker:
+        start = asyncio.ensure_future(worker.started())
+        await until(begun.is_set, "never bound")
+        start.cancel()
+        await asyncio.wait({start})
+        closing = asyncio.ensure_future(worker.close())
+        if not in_time:
+            await closing
+            assert not seen
+            assert driver.used > 0
+        go.set()
+        await closing
+        await until(lambda: bool(seen), "never ended")
+    if in_time:
+        assert seen == [("bound", True), ("closed", True)]
+        assert (driver.used, driver.registered) == (0, {})
+
+
+async def test_a_runner_that_does_not_close_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = FakeCudaRunner()
+    driver = fake_gpu(monkeypatch, runner)
+
+    def close() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(runner, "close", close)
+    async with loaded(device="cuda") as worker:
+        await worker.started()
+        await worker.close()
+    assert driver.used > 0

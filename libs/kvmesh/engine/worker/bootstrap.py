@@ -79,6 +79,7 @@ class Worker:
         self._runner: Runner | None = None
         self._memory: KvMemory | None = None
         self._movers = Movers()
+        self._under_way: asyncio.Future[tuple[KvMemory, Movers]] | None = None
         self._closed = False
         self._register()
 
@@ -119,10 +120,10 @@ class Worker:
         spec = "scripted" if settings.runner == "scripted" else settings.model
         tokenizer = await in_thread(lambda: load_tokenizer(spec), name="tokenizer-load")
         route = await choose_route(settings, runner.layout(settings.page_size, 1))
-        self._memory = memory = await in_thread(lambda: make_memory(runner, settings, route), name="kv-memory")
+        # Shielded: where the start is broken off, `close` waits for it before it takes away what this works on.
+        self._under_way = making = asyncio.ensure_future(in_thread(lambda: self._make(runner, route), name="kv-setup"))
+        memory, movers = await asyncio.shield(making)
         layout = memory.layout
-        self._movers = movers = await in_thread(lambda: make_movers(settings, memory, route, runner), name="kv-movers")
-        await in_thread(lambda: memory.bind(runner), name="kv-bind")
         identity = self._identity(runner, memory, tokenizer.fingerprint)
         loop = asyncio.get_running_loop()
         pump = EventPump(loop)
@@ -205,6 +206,13 @@ class Worker:
             "%s serves %s: %d pages of %d tokens, context %d",
             identity.worker_id, identity.served_name, layout.num_pages, layout.page_size, identity.max_model_len,
         )  # fmt: skip
+
+    def _make(self, runner: Runner, route: Route) -> tuple[KvMemory, Movers]:
+        """Memory, what moves it, and the runner bound to it. Blocks: a GPU's graphs are captured here."""
+        self._memory = memory = make_memory(runner, self.settings, route)
+        self._movers = movers = make_movers(self.settings, memory, route, runner)
+        memory.bind(runner)
+        return memory, movers
 
     def _identity(self, runner: Runner, memory: KvMemory, tokenizer_fingerprint: str) -> Identity:
         settings, info = self.settings, runner.info
@@ -340,23 +348,41 @@ class Worker:
         self._closed = True
         if self.routers is not None:
             await self.routers.close()
-        ctx = self.ctx
-        if ctx is not None:
-            ctx.core.abort_all(Cancelled("the worker has stopped"))
-            if ctx.link is not None:
-                await ctx.link.close()
-            await ctx.channels.close()
-            try:
-                await in_thread(lambda: ctx.core.stop(STOP_S), name="core-stop")
-            except KvmeshError as error:
-                # Its thread still uses runner and memory: they go with the process. Ranks do not, if they stand still.
-                log.error("%s", error.message)
-                if self._runner is not None and (ranks := ranks_of(self._runner)) is not None:
-                    await in_thread(ranks.close, name="ranks-close")
-                return
+        if not await self._at_rest():
+            # A thread still uses runner and memory: they go with the process. Ranks do not, if they stand still.
+            if self._runner is not None and (ranks := ranks_of(self._runner)) is not None:
+                await in_thread(ranks.close, name="ranks-close")
+            return
         if (runner := self._runner) is not None:
-            # Ranks get some time to leave.
-            await in_thread(runner.close, name="runner-close")
+            try:
+                # Ranks get some time to leave.
+                await in_thread(runner.close, name="runner-close")
+            except Exception:
+                # Its device may still use the memory, which goes with the process.
+                log.exception("the runner does not close")
+                return
         await in_thread(self._movers.close, name="movers-close")
         if self._memory is not None:
             self._memory.close()
+
+    async def _at_rest(self) -> bool:
+        """End whatever uses runner and memory. False where it does not end in time."""
+        if (under_way := self._under_way) is not None:
+            await asyncio.wait({under_way}, timeout=STOP_S)
+            if not under_way.done():
+                log.error("stopped while starting, and what is under way does not end within %g s", STOP_S)
+                return False
+            if not under_way.cancelled() and (error := under_way.exception()) is not None:
+                log.debug("the start had failed: %r", error)
+        if (ctx := self.ctx) is None:
+            return True
+        ctx.core.abort_all(Cancelled("the worker has stopped"))
+        if ctx.link is not None:
+            await ctx.link.close()
+        await ctx.channels.close()
+        try:
+            await in_thread(lambda: ctx.core.stop(STOP_S), name="core-stop")
+        except KvmeshError as error:
+            log.error("%s", error.message)
+            return False
+        return True
