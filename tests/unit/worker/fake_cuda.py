@@ -16,7 +16,7 @@ from kvmesh.engine.nvlink import cuda_region
 from kvmesh.engine.nvlink.host import HostBackend
 from kvmesh.engine.runner import StepBatch, StepResult
 from kvmesh.engine.scripted import ScriptedModel, ScriptedRunner
-from kvmesh.engine.worker import bootstrap, posting
+from kvmesh.engine.worker import bootstrap, gpudirect, posting
 from kvmesh.errors import Unavailable
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.ring import Doorbell
@@ -34,6 +34,12 @@ class FakeDriver:
         self.sizes: dict[int, int] = {}
         self.maps: dict[int, mmap.mmap] = {}
         self.registered: dict[int, int] = {}
+        # For NICs: what the device can, and what became of it.
+        self.dmabufs = self.exports = True
+        self.ordered = False
+        self.flushable = True
+        self.flush_fails = ""
+        self.flushes = 0
 
     def device_uuid(self, device: int) -> str:
         return f"gpu-{device}"
@@ -68,6 +74,31 @@ class FakeDriver:
 
     def release(self, handle: int) -> None:
         os.close(handle)
+
+    def has_dmabufs(self, device: int) -> bool:
+        return self.dmabufs
+
+    def pci_address(self, device: int) -> str:
+        return "0000:18:00.0"
+
+    def export_dmabuf(self, address: int, nbytes: int) -> int:
+        if not self.exports:
+            raise Unavailable("cuMemGetHandleForAddressRange: CUDA_ERROR_NOT_SUPPORTED")
+        assert len(self.maps[address]) == nbytes
+        fd = os.memfd_create("fake-dmabuf")
+        os.ftruncate(fd, nbytes)
+        return fd
+
+    def nic_writes_ordered(self, device: int) -> bool:
+        return self.ordered
+
+    def can_flush_nic_writes(self, device: int) -> bool:
+        return self.flushable
+
+    def flush_nic_writes(self, device: int) -> None:
+        self.flushes += 1
+        if self.flush_fails:
+            raise Unavailable(self.flush_fails)
 
     def register_host(self, address: int, nbytes: int) -> int:
         assert address % 4096 == nbytes % 4096 == 0
@@ -122,7 +153,7 @@ class AheadCudaRunner(FakeCudaRunner):
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, runner: FakeCudaRunner, total: int = 64 << 20) -> FakeDriver:
     """Workers of this process that ask for CUDA get this."""
     driver = FakeDriver(total)
-    for module in (doorbell, memory, cuda_region):
+    for module in (doorbell, memory, cuda_region, gpudirect):
         monkeypatch.setattr(module, "load", lambda: driver)
     monkeypatch.setattr(memory, "zero", lambda regions, device: None)
     monkeypatch.setattr(

@@ -30,7 +30,7 @@ class FakeSlot:
     def write(self, nbytes: int) -> None:
         self.received += nbytes
         if self.received == self.handle.expected_bytes and not self.closed and not self.handle.completed.done():
-            self.handle.completed.set_result(SlotResult(self.received, "fake", 1.0))
+            self.handle.completed.set_result(SlotResult(self.received, self.client.lands_by, 1.0))
             self.handle.drained.set_result(None)
 
     def fail(self, reason: str) -> None:
@@ -103,6 +103,7 @@ class FakeSidecar:
     sidecar_incarnation: int = 1
     region_infos: list[pb.RegionInfo] = field(default_factory=list)
     transports: list[str] = field(default_factory=lambda: ["fake"])
+    lands_by: str = "fake"
     hold_writes: bool = False
     hold_drains: bool = False
     hold_stops: bool = False
