@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvmesh.engine.cuda.metadata import StepMetadata, shape_of
-from kvmesh.engine.cuda.workspaces import workspace_bytes
+from kvmesh.engine.cuda.workspaces import told_what_to_lower, workspace_bytes
 from kvmesh.engine.runner import PENDING, SampleInput, SamplingParams, Slice, StepBatch
-from kvmesh.errors import Internal, InvalidArgument
+from kvmesh.errors import Internal, InvalidArgument, Unavailable
 
 SAMPLE = SampleInput(SamplingParams(temperature=0.0), 0, 1, (), ())
 PAGE, PAGES = 16, 64
@@ -97,6 +97,15 @@ def test_what_does_not_fit_is_refused_and_costs_no_turn() -> None:
     with pytest.raises(Internal, match="awaits a token"):
         made.fill(lost, shape_of(lost), {})
     assert made.columns(1, 1).slots.tolist() == before
+
+
+def test_out_of_memory_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 20, 80 << 30))
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")):
+        with pytest.raises(Unavailable, match="no device memory for graphs .*max_batch"), told_what_to_lower("graphs"):
+            raise error
+    with pytest.raises(RuntimeError, match="illegal"), told_what_to_lower("graphs"):
+        raise RuntimeError("an illegal memory access")
 
 
 @pytest.mark.parametrize(("max_batch", "ranks"), [(256, 1), (1024, 1), (256, 4)])

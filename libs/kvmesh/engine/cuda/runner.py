@@ -167,9 +167,11 @@ class CudaRunner:
             self._adopt(layout, regions[group])
             # It counts for itself until everything is captured: what runs now is no step.
             self._bell = DeviceBell(self.device) if doorbell is not None else None
-            self._warm()
+            self._warm_decode()
             if self._graphs.sizes:
                 self._graphs.capture(self._decode, self.stream)
+            # Behind the capture, which gives cached memory back.
+            self._warm_prompts()
             if self._bell is not None and doorbell is not None:
                 self._bell.bind(doorbell.device_pointer, doorbell.value)
             self.stream.synchronize()
@@ -212,14 +214,17 @@ class CudaRunner:
         self._tokens = torch.zeros(4 * self._head.max_rows, dtype=torch.int32, device=device)
         self._pinned = [torch.zeros(len(self._tokens), dtype=torch.int32, pin_memory=True) for _ in range(TURNS)]
 
-    def _warm(self) -> None:
-        """Run what steps run, so that nothing is compiled or allocated while requests wait. Slots of -1: no page is
-        written."""
+    def _warm_decode(self) -> None:
+        """Run what decode steps run, so that nothing is compiled while requests wait. Slots of -1: no page is written."""
         few = {1 << power for power in range(MAX_ROWS.bit_length())} | {self.max_batch}
         for bucket in sorted({*self._graphs.sizes, *(n for n in few if n <= self.max_batch)}, reverse=True):
             self._idle_columns(bucket, bucket)
             self._decode(bucket)
         self._sampler.warm()
+        self.stream.synchronize()
+
+    def _warm_prompts(self) -> None:
+        """The same of the other steps, so that their memory is there too."""
         # The largest step first, so that the others find its memory; then one of few rows, of a prompt that goes on.
         size = self._metadata.page_size
         second = size if self._metadata.max_pages > 1 else 0
@@ -430,7 +435,7 @@ class CudaRunner:
         scores: list[TokenLogprobs] = []
         for at in range(0, len(targets), LOGPROB_ROWS):
             part = targets[at : at + LOGPROB_ROWS]
-            logits = torch.mm(hidden[at : at + len(part)], head.t()).float()
+            logits = torch.mm(hidden[at : at + len(part)], head.t(), out_dtype=torch.float32)
             scores.extend(self._sampler.score(logits, part, slice_.prompt_logprobs or 0))
         return scores
 

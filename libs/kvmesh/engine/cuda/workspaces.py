@@ -20,6 +20,8 @@ FIXED_BYTES = 1 << 30
 _SMALLEST_PAGE = 16
 # Of each sample's search for the edges of top-k and top-p.
 _SAMPLE_BYTES = 16 << 10
+# Of errors that mean it.
+_SIGNS = ("out of memory", "ALLOC_FAILED")
 
 
 def workspace_bytes(model: CudaLlama, max_batch: int, token_budget: int, max_model_len: int) -> int:
@@ -39,10 +41,13 @@ def workspace_bytes(model: CudaLlama, max_batch: int, token_budget: int, max_mod
 
 @contextmanager
 def told_what_to_lower(what: str) -> Iterator[None]:
-    """Turns out of memory into Unavailable with the settings that help."""
+    """Turns out of memory into Unavailable with the settings that help, whoever says it: torch's allocator, a library,
+    or the driver that loads a kernel or makes a graph."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in _SIGNS):
+            raise
         free, total = torch.cuda.mem_get_info()
         raise Unavailable(
             f"no device memory for {what} ({free >> 20} MiB of {total >> 20} are free): lower kv_memory_bytes or "
