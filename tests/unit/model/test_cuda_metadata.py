@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_refused_and_costs_no_turn() -> None:
 def test_out_of_memory_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 20, 80 << 30))
     for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")):
-        with pytest.raises(Unavailable, match="no device memory for graphs .*max_batch"), told_what_to_lower("graphs"):
+        with pytest.raises(Unavailable, match=r"no device memory for graphs .*max_batch"), told_what_to_lower("graphs"):
             raise error
     with pytest.raises(RuntimeError, match="illegal"), told_what_to_lower("graphs"):
         raise RuntimeError("an illegal memory access")

@@ -215,7 +215,7 @@ class CudaRunner:
         self._pinned = [torch.zeros(len(self._tokens), dtype=torch.int32, pin_memory=True) for _ in range(TURNS)]
 
     def _warm_decode(self) -> None:
-        """Run what decode steps run, so that nothing is compiled while requests wait. Slots of -1: no page is written."""
+        """Run what decode steps run, so that nothing is compiled while requests wait. Slots are -1: pages stay."""
         few = {1 << power for power in range(MAX_ROWS.bit_length())} | {self.max_batch}
         for bucket in sorted({*self._graphs.sizes, *(n for n in few if n <= self.max_batch)}, reverse=True):
             self._idle_columns(bucket, bucket)
