@@ -150,6 +150,7 @@ class CudaLlama:
         self.q_width = self.heads * c.head_dim
         self.qkv_width = self.q_width + 2 * self.kv_heads * c.head_dim
         self.wide = self.blocks[0].down.shape[1]
+        self.kv_scales: tuple[float, float] | None = None
         self.cos_sin = torch.empty(0, c.head_dim, device=device)
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
@@ -163,8 +164,9 @@ class CudaLlama:
             torch.cuda.current_stream(self.device).synchronize()
         return whole
 
-    def prepare(self, max_positions: int) -> None:
-        """Fill the rotary table for positions below max_positions."""
+    def prepare(self, max_positions: int, kv_scales: tuple[float, float] | None = None) -> None:
+        """Fill the rotary table for positions below max_positions. kv_scales: of e4m3 pages; None: pages are bf16."""
+        self.kv_scales = kv_scales
         self.cos_sin = self.rotary.ensure(max_positions)[:max_positions].to(self.device)
 
     def forward(
@@ -173,9 +175,9 @@ class CudaLlama:
     ) -> torch.Tensor:  # fmt: skip
         """Normed hidden states bf16 (R, hidden); with `last`, of its rows alone.
 
-        layers: KV of each layer, (pages, kv_heads, 2, page_size, head_dim). bell: rung on the device for each layer
-        once its KV is in its pages. kv_ready(i): layer i's KV was queued. scratch: where at most MAX_ROWS rows live
-        (the products are then the memory-bound kind); None: allocate, and multiply by cuBLAS.
+        layers: KV of each layer, (pages, kv_heads, 2, page_size, head_dim), of the type told to `prepare`. bell: rung
+        on the device for each layer once its KV is in its pages. kv_ready(i): layer i's KV was queued. scratch: where
+        at most MAX_ROWS rows live (the products are then the memory-bound kind); None: allocate, multiply by cuBLAS.
         """
         c, m, pdl = self.config, rows.count, self.pdl
         alone = self.tp.size == 1
@@ -191,7 +193,7 @@ class CudaLlama:
             qkv = run.linear(normed, block.qkv)
             rope_append(
                 qkv, block.qkv_bias, self.cos_sin, rows.positions, rows.slots, layers[i], run.q, m, kv_out=run.kv,
-                pdl=pdl,
+                kv_scales=self.kv_scales, pdl=pdl,
             )  # fmt: skip
             if alone and kv_ready is not None:
                 kv_ready(i)

@@ -15,8 +15,11 @@ class DecodeAttention:
     """`words` and `fill` for the step's columns, `run` for each layer."""
 
     def __init__(
-        self, heads: int, kv_heads: int, head_dim: int, page_size: int, max_rows: int, device: torch.device, pdl: bool
-    ) -> None:
+        self, heads: int, kv_heads: int, head_dim: int, page_size: int, max_rows: int, device: torch.device, pdl: bool,
+        kv_scales: tuple[float, float] | None = None,
+    ) -> None:  # fmt: skip
+        """kv_scales: of e4m3 pages; None: pages are bf16."""
+        self._kv_scales = kv_scales
         self._scale = 1.0 / math.sqrt(head_dim)
         self._kv_heads, self._page_size, self._head_dim, self._pdl = kv_heads, page_size, head_dim, pdl
         self._group = heads // kv_heads
@@ -28,7 +31,7 @@ class DecodeAttention:
     def _choose(self, rows: int) -> tuple[WorkPlan, AttentionConfig]:
         found = self._chosen.get(rows)
         if found is None:
-            config = config_for(rows)
+            config = config_for(rows, self._kv_scales is not None)
             found = self._chosen[rows] = config.plan(rows, self._kv_heads, self._sms), config
         return found
 
@@ -41,9 +44,9 @@ class DecodeAttention:
         self._choose(len(lengths))[0].fill(lengths, out)
 
     def run(self, q: torch.Tensor, kv_layer: torch.Tensor, columns: Columns, out: torch.Tensor, rows: int) -> None:
-        """q, out (>= rows, heads, head_dim) bf16; kv_layer (pages, kv_heads, 2, page_size, head_dim)."""
+        """q, out (>= rows, heads, head_dim) bf16; kv_layer (pages, kv_heads, 2, page_size, head_dim), bf16 or e4m3."""
         plan, config = self._choose(rows)
         decode_attention(
             q, kv_layer, columns.pages, columns.work, out, self._workspace, self._scale, plan, config, pdl=self._pdl,
-            starts=columns.row_start,
+            starts=columns.row_start, kv_scales=self._kv_scales,
         )  # fmt: skip

@@ -19,6 +19,7 @@ from kvmesh.engine.cuda.attention import DecodeAttention
 from kvmesh.engine.cuda.graphs import DecodeGraphs, ladder
 from kvmesh.engine.cuda.head import CudaHead
 from kvmesh.engine.cuda.metadata import StepMetadata, StepShape, shape_of
+from kvmesh.engine.cuda.page_type import PageType
 from kvmesh.engine.cuda.parallel_head import ParallelHead
 from kvmesh.engine.cuda.sampler import DeviceSampler
 from kvmesh.engine.cuda.workspaces import told_what_to_lower, workspace_bytes
@@ -76,10 +77,12 @@ class CudaRunner:
 
     def __init__(
         self, model: CudaLlama, info: ModelInfo, *, max_batch: int = 256, token_budget: int = 8192,
-        max_model_len: int = 0, cuda_graphs: bool = True, max_graph_batch: int = 0,
+        max_model_len: int = 0, cuda_graphs: bool = True, max_graph_batch: int = 0, kv_dtype: str = "auto",
+        k_scale: float = 1.0, v_scale: float = 1.0,
     ) -> None:  # fmt: skip
         """max_batch, token_budget: of a step. max_model_len 0: the model's. max_graph_batch: rows of the largest
-        captured decode step, 0 = max_batch."""
+        captured decode step, 0 = max_batch. kv_dtype, k_scale, v_scale: see `PageType.of`."""
+        self.pages = PageType.of(kv_dtype, info.dtype, k_scale, v_scale)
         self.model = model
         self.info = info
         self.tp = model.tp
@@ -136,8 +139,9 @@ class CudaRunner:
     # -- memory
 
     def layout(self, page_size: int, num_pages: int) -> KvLayout:
-        """The architecture's one group, in bf16."""
-        return KvLayout(LAYOUT_VERSION, self.info.dtype, page_size, (self.model.kv_group,), num_pages, self.tp.size)
+        """The architecture's one group."""
+        group, of = self.model.kv_group, self.pages
+        return KvLayout(LAYOUT_VERSION, of.dtype, page_size, (group,), num_pages, self.tp.size, of.scales)
 
     def workspace_bytes(self) -> int:
         """Device memory that `bind_cuda` and the largest step take beside weights and KV, from above."""
@@ -180,12 +184,12 @@ class CudaRunner:
         c, model, device = self.model.config, self.model, self.device
         shape = layout.region_shape(self.model.kv_group.name)
         count = int(np.prod(shape))
-        self._region = torch.as_tensor(region, device=device).view(torch.bfloat16)[:count].view(shape)
+        self._region = torch.as_tensor(region, device=device).view(self.pages.element)[:count].view(shape)
         self._layers = list(self._region.unbind(0))
         size = layout.page_size
         pages_each = -(-self.max_model_len // size)
         self._attention = DecodeAttention(
-            model.heads, model.kv_heads, c.head_dim, size, self.max_batch, device, model.pdl
+            model.heads, model.kv_heads, c.head_dim, size, self.max_batch, device, model.pdl, self.pages.scales
         )
         self._metadata = StepMetadata(
             self.token_budget + self.max_batch, self.max_batch, self.max_batch * pages_each, size, layout.num_pages,
@@ -198,9 +202,9 @@ class CudaRunner:
         )  # fmt: skip
         self._prefill = PrefillAttention(
             model.heads, model.kv_heads, c.head_dim, size, device, self.max_batch,
-            min(self.max_batch * pages_each, 1 << 22),
+            min(self.max_batch * pages_each, 1 << 22), self.pages.scales,
         )  # fmt: skip
-        model.prepare(pages_each * size)
+        model.prepare(pages_each * size, self.pages.scales)
         self._scratch = Scratch(model)
         self._head: CudaHead | ParallelHead = (
             CudaHead(model.head, self.max_batch, model.pdl)

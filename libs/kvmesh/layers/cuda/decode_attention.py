@@ -22,10 +22,13 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found]
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found]
 
 from kvmesh.layers.cuda import pdl as pdl_rule
+from kvmesh.layers.cuda.attention_merge import merge
+from kvmesh.layers.cuda.paired_attention import paired
 from kvmesh.layers.cuda.worklist import GRAIN, WorkPlan
 
 QUERIES = 16  # rows of a tensor core's tile: the largest group
 BULK = 3  # the mode whose tiles the copy engine fetches
+PAIRED = 4  # the mode of e4m3 pages
 # One compiled kernel for every bucket of a config: nothing is specialized by these arguments' value or alignment.
 ANY_VALUE = (
     "table_ptr",
@@ -33,6 +36,7 @@ ANY_VALUE = (
     "work_ptr",
     "ticket_ptr",
     "scale",
+    "v_scale",
     "table_stride",
     "segments",
     "workers",
@@ -50,7 +54,7 @@ class AttentionConfig:
     """How a bucket is run. None of it changes what is computed, only rounding.
 
     blocks: per SM, all resident. tile: tokens a step of the loop. mode: who computes what: 0 `_plain`, 1 `_swapped`,
-    2 `_apart`, 3 `_bulk`.
+    2 `_apart`, 3 `_bulk`; 4 `paired`, for e4m3 pages and no others.
     ahead: tokens per block whose KV is brought into L2 before the kernels before this one have ended; 0: none. Needs
     tables and work list to be complete before the first kernel of the chain of dependent launches starts. registers: at
     most so many a thread, for the blocks to fit; 0: as the compiler likes.
@@ -70,9 +74,15 @@ class AttentionConfig:
         return WorkPlan(rows, workers, self.tile if self.mode == BULK else GRAIN)
 
 
-def config_for(rows: int) -> AttentionConfig:
+def config_for(rows: int, quantized: bool = False) -> AttentionConfig:
     """What a bucket of so many rows is best run with, measured on an H200 at 4,250 tokens a row: few rows have a block
-    an SM, with large tiles; many rows two, so that one reads while the other merges or begins."""
+    an SM, with large tiles; many rows two, so that one reads while the other merges or begins. quantized: pages are of
+    e4m3."""
+    if quantized:
+        # Not measured yet. A tile is half as many bytes and needs more instructions: more of it under way.
+        if rows <= 32:
+            return AttentionConfig(blocks=1, tile=128, warps=4, stages=4, mode=PAIRED, ahead=128)
+        return AttentionConfig(blocks=2, tile=64, warps=4, stages=4, mode=PAIRED, ahead=128)
     if rows <= 32:
         return AttentionConfig(blocks=1, tile=128, warps=4, stages=3, mode=1, ahead=64)
     return AttentionConfig(blocks=2, tile=64, warps=4, stages=3, mode=1, ahead=64)
@@ -270,53 +280,10 @@ def _apart(  # type: ignore[no-untyped-def]
     return tl.sum(acc * weight[:, :, None], 0), tl.sum(tl.sum(l, 2) * weight, 0), top
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _merge(  # type: ignore[no-untyped-def]
-    partial_ptr, lse_ptr, out_ptr, splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr,
-    DEPTH: tl.constexpr,
-):  # fmt: skip
-    """out (GROUP, D) = the splits' outputs weighted by 2^lse.
-
-    Of every STEP splits each has a lane, so that the loop only adds; the lanes are summed behind it.
-    """
-    head = tl.arange(0, ROWS)
-    column = tl.arange(0, D)
-    top = tl.full((STEP, ROWS), float("-inf"), tl.float32)
-    total = tl.zeros((STEP, ROWS), tl.float32)
-    acc = tl.zeros((STEP, ROWS, D), tl.float32)
-    for first in tl.range(0, splits, STEP, num_stages=DEPTH):
-        split = first + tl.arange(0, STEP)
-        mask = (split < splits)[:, None] & (head < GROUP)[None, :]
-        at = split[:, None] * (KV_HEADS * GROUP) + head[None, :]
-        # Other blocks wrote them during this launch: past L1.
-        lse = tl.load(lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        part = tl.load(
-            partial_ptr + at[:, :, None] * D + column[None, None, :],
-            mask=mask[:, :, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        peak = tl.maximum(top, lse)
-        base = tl.where(peak == float("-inf"), 0.0, peak)
-        weight = tl.exp2(lse - base)
-        fade = tl.exp2(top - base)
-        top = peak
-        total = total * fade + weight
-        acc = acc * fade[:, :, None] + part * weight[:, :, None]
-    # Lanes beyond the last split and heads beyond the group have no maximum.
-    peak = tl.max(top, 0)
-    weight = tl.exp2(top - tl.where(peak == float("-inf"), 0.0, peak)[None, :])
-    total = tl.maximum(tl.sum(total * weight, 0), 1e-30)
-    value = tl.sum(acc * weight[:, :, None], 0) / total[:, None]
-    mask = (head < GROUP)[:, None]
-    tl.store(out_ptr + head[:, None] * D + column[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=ANY_VALUE)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     q_ptr,  # (rows, KV_HEADS * GROUP, D)
-    kv_ptr,  # (pages, KV_HEADS, 2, PAGE, D)
+    kv_ptr,  # (pages, KV_HEADS, 2, PAGE, D), of e4m3 two at a time: (…, D / 2) int16
     kv_desc,  # MODE 3: a descriptor of it as rows of D, TILE at a time
     table_ptr,  # int32 page numbers: (rows, table_stride), or all rows' one behind the other
     start_ptr,  # int32 (rows,) where a row's page numbers begin, where STARTS
@@ -325,7 +292,8 @@ def _attend(  # type: ignore[no-untyped-def]
     partial_ptr,  # fp32 (segments, KV_HEADS, GROUP, D)
     lse_ptr,  # fp32 (segments, KV_HEADS, GROUP)
     ticket_ptr,  # int32 (rows, KV_HEADS), 0 between launches
-    scale,  # of the scores, times log2(e)
+    scale,  # of the scores, times log2(e); of stored K too
+    v_scale,  # of stored V; None: 1
     table_stride,
     segments,  # that the list has room for
     workers,
@@ -346,10 +314,12 @@ def _attend(  # type: ignore[no-untyped-def]
     STARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    PAGE_STRIDE: tl.constexpr = KV_HEADS * 2 * PAGE * D
+    # int16 or bf16 that a token has in a plane.
+    LINE: tl.constexpr = D // 2 if MODE == 4 else D
+    PAGE_STRIDE: tl.constexpr = KV_HEADS * 2 * PAGE * LINE
     worker = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
-    kv_ptr += head * (2 * PAGE * D)
+    kv_ptr += head * (2 * PAGE * LINE)
     lead_ptr = work_ptr + workers + 1 + worker
     list_ptr = work_ptr + 6 * workers + 1
     if PDL:
@@ -367,7 +337,7 @@ def _attend(  # type: ignore[no-untyped-def]
         if first < last:
             stop = tl.minimum(end, begin + ahead)
             early = table_ptr + (tl.load(start_ptr + row) if STARTS else row * table_stride)
-            _prefetch(kv_ptr, early, begin, stop, PAGE, PAGE_STRIDE, D, 32 * WARPS)
+            _prefetch(kv_ptr, early, begin, stop, PAGE, PAGE_STRIDE, LINE, 32 * WARPS)
         gdc_wait()
     query = tl.arange(0, 16)
     column = tl.arange(0, D)
@@ -388,12 +358,19 @@ def _attend(  # type: ignore[no-untyped-def]
                 q, kv_ptr, kv_desc, head * (2 * PAGE), table, begin, end, scale,
                 GROUP, PAGE, SHIFT, PAGE_STRIDE, D, TILE, STAGES,
             )  # fmt: skip
+        elif MODE == 4:
+            acc, l, m = paired(  # noqa: E741
+                q, kv_ptr, table, begin, end, scale, GROUP, PAGE, SHIFT, PAGE_STRIDE, D, TILE, STAGES
+            )
         else:
             acc, l, m = _apart(  # noqa: E741
                 q, kv_ptr, table, begin, end, scale, GROUP, PAGE, SHIFT, PAGE_STRIDE, D, TILE, STAGES, WARPS
             )
         out = out_ptr + (row * KV_HEADS + head) * (GROUP * D)
         value = acc / l[:, None]
+        if v_scale is not None:
+            # Before the splits are merged, whose weights add up to 1.
+            value *= v_scale
         mask = query < GROUP
         if splits == 1:
             tl.store(out + query[:, None] * D + column[None, :], value.to(out_ptr.dtype.element_ty), mask=mask[:, None])
@@ -407,7 +384,7 @@ def _attend(  # type: ignore[no-untyped-def]
             if tl.atomic_add(ticket_at, 1, sem="acq_rel", scope="gpu") == splits - 1:
                 tl.store(ticket_at, 0)
                 base = ((seg - split) * KV_HEADS + head) * GROUP
-                _merge(partial_ptr + base * D, lse_ptr + base, out, splits, KV_HEADS, GROUP, ROWS, D, STEP, DEPTH)
+                merge(partial_ptr + base * D, lse_ptr + base, out, splits, KV_HEADS, GROUP, ROWS, D, STEP, DEPTH)
         # The next segment; behind the last one, whatever the list holds there.
         following = list_ptr + tl.minimum(seg + 1, segments - 1)
         row = tl.load(following)
@@ -450,12 +427,14 @@ def decode_attention(
     *,
     pdl: bool,
     starts: torch.Tensor | None = None,
+    kv_scales: tuple[float, float] | None = None,
 ) -> None:
     """out (R, hq * d) of q (R, hq, d) over the tokens that `work` (plan.words,) int32 names; other rows are left alone.
 
     kv_layer (pages, hk, 2, page_size, d) contiguous; tables (R, W) int32, stride of a row free; or,
     with starts int32 (R,), all rows' page numbers one behind the other, row r's from starts[r] on. q, KV and out are of
-    one 16-bit type. `scale` as in softmax(scale * q k). hq / hk is at most 16.
+    one 16-bit type, but that KV may be float8_e4m3fn: K and V are then what is stored times kv_scales (k_scale,
+    v_scale). `scale` as in softmax(scale * q k). hq / hk is at most 16.
     """
     _, heads, head_dim = q.shape
     pages, kv_heads, _, page_size, _ = kv_layer.shape
@@ -466,6 +445,10 @@ def decode_attention(
         raise ValueError(f"decode attention: KV {tuple(kv_layer.shape)} is not laid (pages, kv_heads, 2, page, d)")
     if work.numel() != plan.words or workspace.lse.shape[0] < plan.segments:
         raise ValueError(f"decode attention: the plan has {plan.words} words, {plan.segments} segments")
+    quantized = kv_layer.dtype == torch.float8_e4m3fn
+    if quantized != (config.mode == PAIRED):
+        raise ValueError(f"decode attention: mode {config.mode} over pages of {kv_layer.dtype}")
+    k_scale, v_scale = kv_scales if quantized and kv_scales is not None else (1.0, 1.0)
     descriptor = None
     if config.mode == BULK:
         descriptor = TensorDescriptor.from_tensor(kv_layer.view(-1, head_dim), [config.tile, head_dim])
@@ -473,7 +456,7 @@ def decode_attention(
             raise ValueError(f"decode attention: tiles of {config.tile} in pages of {page_size}, grain {plan.grain}")
     _attend[(plan.workers * kv_heads,)](
         q,
-        kv_layer,
+        kv_layer.view(torch.int16) if quantized else kv_layer,
         descriptor,
         tables,
         tables if starts is None else starts,
@@ -482,7 +465,8 @@ def decode_attention(
         workspace.partial,
         workspace.lse,
         workspace.tickets,
-        scale * math.log2(math.e),
+        scale * math.log2(math.e) * k_scale,
+        v_scale if quantized else None,
         0 if starts is not None else tables.stride(0),
         plan.segments,
         plan.workers,

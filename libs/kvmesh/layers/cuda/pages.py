@@ -45,6 +45,9 @@ def copy_pages(region: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, *, pd
     pairs = len(src)
     if pairs == 0:
         return
+    if region.element_size() == 1:
+        # Bytes, not numbers: 8-bit floats are no type of every GPU's.
+        region = region.view(torch.uint8)
     layers = region.shape[0]
     elements = region.stride(1)
     block = min(_BLOCK_BYTES // region.element_size(), triton.next_power_of_2(elements))

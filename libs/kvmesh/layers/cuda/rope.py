@@ -13,6 +13,15 @@ from kvmesh.layers.cuda.norm import LATENCY_ROWS
 # Pairs of a block. Few rows: small blocks, so that a row's partials are read by many SMs. Many rows: large ones.
 LATENCY_PAIRS, PAIRS = 256, 1024
 PAIRS_PER_WARP = 256
+# What e4m3 holds: whatever is larger is stored as this.
+E4M3_MAX = tl.constexpr(448.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _to_e4m3(values, unit, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """values / unit, saturated; NaN stays NaN, so that a broken step is seen as one."""
+    scaled = tl.div_rn(values.to(tl.float32), tl.broadcast_to(unit, values.shape))
+    return tl.clamp(scaled, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL).to(TYPE)
 
 
 # Columns of a step may lie anywhere: one compiled kernel for all of them.
@@ -24,9 +33,11 @@ def rope_append_kernel(  # type: ignore[no-untyped-def]
     cos_sin,  # (positions, DIM) fp32: cos half, sin half
     positions,  # (rows,)
     slots,  # (rows,)
-    kv_layer,  # (pages, KV_HEADS, 2, PAGE, DIM) bf16
+    kv_layer,  # (pages, KV_HEADS, 2, PAGE, DIM) bf16, or with scales e4m3
     q_out,  # (rows, Q_HEADS, DIM) bf16
     kv_out,  # (rows, 2 KV_HEADS, DIM) bf16, where COPY
+    k_scale,  # of what the pages hold; None: K and V as they are
+    v_scale,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -92,8 +103,13 @@ def rope_append_kernel(  # type: ignore[no-untyped-def]
     start = kv_layer + page * (KV_HEADS * 2 * PAGE * DIM) + (slot - page * PAGE) * DIM
     target = start + plane[:, None] * (PAGE * DIM) + pair[None, :]
     append = mask & (head >= Q_HEADS)[:, None] & (slot >= 0)
-    tl.store(target, first, mask=append)
-    tl.store(target + HALF, second, mask=append)
+    if k_scale is None:
+        tl.store(target, first, mask=append)
+        tl.store(target + HALF, second, mask=append)
+    else:
+        unit = tl.where(other < KV_HEADS, k_scale, v_scale)[:, None]
+        tl.store(target, _to_e4m3(first, unit, kv_layer.dtype.element_ty), mask=append)
+        tl.store(target + HALF, _to_e4m3(second, unit, kv_layer.dtype.element_ty), mask=append)
     if COPY:
         copied = mask & (head >= Q_HEADS)[:, None]
         target = kv_out + row * (2 * KV_HEADS * DIM) + other[:, None] * DIM + pair[None, :]
@@ -112,14 +128,16 @@ def rope_append(
     m: int,
     *,
     kv_out: torch.Tensor | None = None,
+    kv_scales: tuple[float, float] | None = None,
     pdl: bool = False,
 ) -> None:
     """Sum partials (+ bias), rotate q and k, write q, append K and V to their pages: the first `m` rows.
 
     qkv (S, R, (hq + 2 hk) d) or (R, …) of any float dtype; cos_sin fp32 (P, d), `layers.rotary`'s table; positions
     int32 (R,), each of the m in [0, P); slots int64 (R,) = page * page_size + offset, -1 appends nothing; kv_layer
-    (pages, hk, 2, page_size, d) bf16; q_out (R, hq, d) bf16. kv_out (R, 2, hk, d) bf16 gets rotated
-    K and V side by side too, for attention that wants them in one piece. All contiguous.
+    (pages, hk, 2, page_size, d) bf16, or float8_e4m3fn: then K / k_scale and V / v_scale (kv_scales; None: 1) are
+    stored, saturated; q_out (R, hq, d) bf16. kv_out (R, 2, hk, d) bf16 gets rotated K and V side by side too, unscaled,
+    for attention that wants them in one piece. All contiguous.
     """
     if m == 0:
         return
@@ -129,6 +147,7 @@ def rope_append(
     every = heads + 2 * kv_heads
     block = max((LATENCY_PAIRS if m <= LATENCY_ROWS else PAIRS) // pairs, 1)
     block = min(block, triton.next_power_of_2(every))
+    scales = (kv_scales or (1.0, 1.0)) if kv_layer.dtype == torch.float8_e4m3fn else (None, None)
     splits = qkv.shape[0] if qkv.dim() == 3 else 1
     rope_append_kernel[(m * triton.cdiv(every, block),)](
         qkv,
@@ -140,6 +159,7 @@ def rope_append(
         kv_layer,
         q_out,
         q_out if kv_out is None else kv_out,
+        *scales,
         Q_HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
