@@ -18,6 +18,10 @@ from typing import Any
 import pytest
 
 from efa_world import EfaEnd, EfaLink
+from kvmesh.config import WorkerSettings
+from kvmesh.engine.nvlink import cuda_region
+from kvmesh.engine.worker import gpudirect
+from kvmesh.engine.worker.posting import Route, choose_route
 from kvmesh.errors import InvalidArgument
 from kvmesh.kv.pidfd import open_pidfd
 from kvmesh.kv.region import DmaBuf, Region
@@ -122,8 +126,8 @@ async def vacant(sidecar: Sidecar) -> None:
 @pytest.mark.parametrize("tp", [1, 3])
 async def test_nics_serve_what_comes_with_a_dmabuf(network: Network, tmp_path: Path, tp: int) -> None:
     name = name_of(network)
+    before = descriptors()
     async with sidecar_of(network, tmp_path) as sidecar:
-        before = descriptors()
         async with engine_of(sidecar, tp) as engine:
             await engine.connect()
             assert engine.client is not None
@@ -266,6 +270,7 @@ async def test_a_rank_without_one_keeps_the_engine_from_its_nics(network: Networ
 
 
 def test_held_memory_takes_one_dmabuf_and_closes_it() -> None:
+    gc.collect()
     before = descriptors()
     region = Region.hold(memfd(4096), 4096)
     region.attach(DmaBuf(memfd(8192), 4096))
@@ -281,6 +286,74 @@ def test_held_memory_takes_one_dmabuf_and_closes_it() -> None:
         host.attach(DmaBuf(memfd(4096)))
     gc.collect()
     assert descriptors() == before
+
+
+# -- an engine that asks
+
+
+class HostDriver:
+    """What a CudaRegion asks of CUDA, over memfds."""
+
+    def __init__(self) -> None:
+        self.mapped: dict[int, int] = {}
+
+    def device_uuid(self, device: int) -> str:
+        return "GPU-0"
+
+    def set_device(self, device: int) -> None:
+        pass
+
+    def granularity(self, device: int) -> int:
+        return 1 << 16
+
+    def create(self, device: int, nbytes: int) -> int:
+        return memfd(nbytes)
+
+    def export_fd(self, handle: int) -> int:
+        return os.dup(handle)
+
+    def map(self, handle: int, nbytes: int, device: int) -> int:
+        address = (1 + len(self.mapped)) << 32
+        self.mapped[address] = nbytes
+        return address
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        assert self.mapped.pop(address) == nbytes
+
+    def release(self, handle: int) -> None:
+        os.close(handle)
+
+    def has_dmabufs(self, device: int) -> bool:
+        return True
+
+    def pci_address(self, device: int) -> str:
+        return "0000:18:00.0"
+
+    def export_dmabuf(self, address: int, nbytes: int) -> int:
+        assert self.mapped[address] == nbytes
+        return memfd(nbytes)
+
+    def nic_writes_ordered(self, device: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("takes", [True, False])
+async def test_an_engine_shows_a_page_and_goes_by_what_the_nics_say(
+    monkeypatch: pytest.MonkeyPatch, network: Network, tmp_path: Path, takes: bool
+) -> None:
+    driver = HostDriver()
+    for module in (cuda_region, gpudirect):
+        monkeypatch.setattr(module, "load", lambda: driver)
+    network.dmabufs = takes
+    before = descriptors()
+    async with sidecar_of(network, tmp_path) as sidecar:
+        settings = WorkerSettings(device="cuda", role="decode", sidecar_socket=sidecar.options.engine_socket)
+        route = await choose_route(settings, make_layout(1))
+        assert route is (Route.GPUDIRECT if takes else Route.STAGING)
+        assert driver.mapped == {}
+        await vacant(sidecar)
+    gc.collect()
+    assert descriptors() <= before
 
 
 # -- links
