@@ -22,3 +22,8 @@ class SequencesFailed(DataLoss):
 
 class DeviceFailed(Unavailable):
     """The runner's device is lost: nothing will ever run on it again, and the engine ends."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error for people; a GPU's come with pages of advice."""
+    return str(error).partition("\n")[0] or repr(error)

@@ -11,19 +11,21 @@ peer's, and to the doorbell as to a peer's counter. On CPU (`HostBackend`) this 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvmesh.engine.failures import first_line
 from kvmesh.engine.nvlink.backend import Backend, Batch, GroupRows
 from kvmesh.engine.nvlink.steps import places_of
-from kvmesh.errors import DeadlineExceeded, Internal, TooLarge
+from kvmesh.errors import DeadlineExceeded, Internal, KvmeshError, TooLarge, Unavailable
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.pool import PagePool
 from kvmesh.kv.ring import DOORBELL_BYTES, Doorbell, StepRecord
@@ -104,6 +106,8 @@ class Staging:
         # Guards what both threads use: leases' flags, transfers, and the stream out of the device.
         self._lock = threading.Lock()
         self._transfers: dict[int, Lease] = {}
+        # Called where a stream has failed: no copy will ever end.
+        self.on_failed: Callable[[str], None] | None = None
 
     # -- pages, on the event loop
 
@@ -149,9 +153,10 @@ class Staging:
             lease.closed = True
             if lease.transfer_id is not None:
                 self._transfers.pop(lease.transfer_id, None)
-            marks = [(b, b.mark()) for b, used in ((self._out, lease.out), (self._into, lease.into)) if used]
+            with self._telling():
+                marks = [(b, b.mark()) for b, used in ((self._out, lease.out), (self._into, lease.into)) if used]
         for backend, mark in marks:
-            await _reached(backend, mark)
+            await self._reached(backend, mark)
         if not lease.returned:
             lease.returned = True
             self.pool.settle(lease.serial, lease.serial)
@@ -176,7 +181,7 @@ class Staging:
             with self._lock:
                 lease.out = True
                 mark = self._copy(self._out, lease, count, to_device=False)
-            await _reached(self._out, mark)
+            await self._reached(self._out, mark)
 
     async def land(self, lease: Lease) -> None:
         """Destination: every byte is in staging; returns when it is on the device, all layers.
@@ -186,7 +191,7 @@ class Staging:
         with self._lock:
             lease.into = True
             mark = self._copy(self._into, lease, len(lease.pages), to_device=True)
-        await _reached(self._into, mark)
+        await self._reached(self._into, mark)
 
     def start(self, lease: Lease, transfer_id: int) -> None:
         """Source: steps that name this transfer copy its pages. Before the core hears of it."""
@@ -195,6 +200,10 @@ class Staging:
             self._transfers[transfer_id] = lease
 
     def _copy(self, backend: Backend, lease: Lease, count: int, *, to_device: bool) -> object:
+        with self._telling():
+            return self._queue(backend, lease, count, to_device=to_device)
+
+    def _queue(self, backend: Backend, lease: Lease, count: int, *, to_device: bool) -> object:
         pairs = [(lease, 0, count)]
         groups = [self._rows(group.name, pairs, to_device=to_device) for group in self.layout.groups]
         nothing = np.empty(0, dtype=np.int64)
@@ -205,6 +214,28 @@ class Staging:
         for number, group in enumerate(self.layout.groups):
             backend.launch(prepared, number, 0, group.num_layers, number)
         return backend.mark()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """What a stream does not take, or tell: the device has failed."""
+        try:
+            yield
+        except KvmeshError:
+            raise
+        except Exception as error:
+            if self.on_failed is not None:
+                self.on_failed(f"staging: a stream has failed: {first_line(error)}")
+            raise Unavailable(f"a stream between GPU and host has failed: {first_line(error)}") from error
+
+    async def _reached(self, backend: Backend, mark: object) -> None:
+        """Until everything before the mark is done."""
+        started = time.monotonic()
+        while True:
+            with self._telling():
+                if backend.reached(mark):
+                    return
+            # An eighth of what it has taken so far.
+            await asyncio.sleep(min(max((time.monotonic() - started) / 8, LOOK_S[0]), LOOK_S[1]))
 
     def _rows(self, group: str, claims: Sequence[tuple[Lease, int, int]], *, to_device: bool) -> GroupRows | None:
         """A row a page, for layer 0 of the group; `claims` are (lease, first page, pages)."""
@@ -276,11 +307,3 @@ class StagedStep:
                 lease.out = True
             staging._out.after_compute()
             staging._out.launch(self._prepared, place.position, place.index, 1, number - self._prepared_at)
-
-
-async def _reached(backend: Backend, mark: object) -> None:
-    """Until everything before the mark is done."""
-    started = time.monotonic()
-    while not backend.reached(mark):
-        # An eighth of what it has taken so far.
-        await asyncio.sleep(min(max((time.monotonic() - started) / 8, LOOK_S[0]), LOOK_S[1]))

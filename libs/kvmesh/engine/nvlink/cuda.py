@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvmesh.engine.cuda.lost import leave_to_the_process
 from kvmesh.engine.nvlink.backend import Batch, Column, PeerMapping
 from kvmesh.engine.nvlink.cuda_region import CudaRegion, PeerRegion
 from kvmesh.engine.nvlink.driver import load
@@ -251,7 +252,11 @@ class CudaBackend:
 
     def close(self) -> None:
         """See Backend."""
-        self.stream.synchronize()
+        try:
+            self.stream.synchronize()
+        except Exception:
+            leave_to_the_process(self)
+            raise
 
 
 def block_words(words: int) -> int:

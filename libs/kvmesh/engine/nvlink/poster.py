@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from kvmesh.engine.failures import first_line
 from kvmesh.engine.nvlink.backend import Backend, Batch
 from kvmesh.engine.nvlink.rows import Claim, Peer, Transfer, batch_of, check_peer, claim, tail_batch, transfer_of
 from kvmesh.engine.nvlink.steps import Step, places_of
@@ -56,6 +57,9 @@ class NvlinkPoster:
         self._waiting: list[tuple[set[int], Callable[[], None]]] = []
         self._epoch = 0
         self._closing = False
+        # Called once, from any thread, where the stream has failed: nothing will ever end on it.
+        self.on_failed: Callable[[str], None] | None = None
+        self._failed = False
         self._thread = threading.Thread(target=self._run, name="kvmesh-nvlink", daemon=True)
         self._thread.start()
 
@@ -261,9 +265,17 @@ class NvlinkPoster:
     def _mark(self) -> object:
         try:
             return self._backend.mark()
-        except Exception:
-            log.exception("nvlink: the stream cannot be marked")
+        except Exception as error:
+            self._stream_failed("the stream cannot be marked", error)
             return UNKNOWN
+
+    def _stream_failed(self, what: str, error: Exception) -> None:
+        if not self._failed:
+            self._failed = True
+            log.error("nvlink: %s: %s", what, error, exc_info=error)
+            if self.on_failed is not None:
+                self.on_failed(f"nvlink: {what}: {first_line(error)}")
+        self._changed.notify()
 
     def _stop(self, transfer: Transfer, reason: str) -> None:
         if transfer.stopped is None:
@@ -336,7 +348,7 @@ class NvlinkPoster:
                 while not self._jobs and not self._closing and not self._pending():
                     self._changed.wait(60.0)
                     quiet_since = time.monotonic()
-                if self._closing and not self._jobs and not self._pending():
+                if self._closing and not self._jobs and (self._failed or not self._pending()):
                     return
                 jobs, self._jobs = self._jobs, []
             try:
@@ -365,7 +377,7 @@ class NvlinkPoster:
             over = [
                 transfer
                 for transfer in self._transfers.values()
-                if (transfer.stopped is not None or transfer.complete) and self._reached(transfer.mark)
+                if (transfer.stopped is not None or transfer.complete) and self._reached(transfer)
             ]
             for transfer in over:
                 self._end(transfer)
@@ -396,8 +408,15 @@ class NvlinkPoster:
                 self._mapping.discard(peer.link_id)
         return bool(over or free)
 
-    def _reached(self, mark: object) -> bool:
-        return mark is None or (mark is not UNKNOWN and self._backend.reached(mark))
+    def _reached(self, transfer: Transfer) -> bool:
+        if transfer.mark is None or transfer.mark is UNKNOWN:
+            return transfer.mark is None
+        try:
+            return self._backend.reached(transfer.mark)
+        except Exception as error:
+            transfer.mark = UNKNOWN
+            self._stream_failed("the stream has failed", error)
+            return False
 
     def _end(self, transfer: Transfer) -> None:
         del self._transfers[transfer.transfer_id]

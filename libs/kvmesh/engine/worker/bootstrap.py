@@ -135,6 +135,7 @@ class Worker:
         link = self._link(identity, memory)
         ranks = ranks_of(runner)
         fatal = self._fatal(loop)
+        movers.on_failed(fatal)
         core = EngineCore(
             runner,
             layout,

@@ -7,7 +7,7 @@ import enum
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -54,6 +54,13 @@ class Movers:
 
     poster: NvlinkPoster | None = None
     staging: Staging | None = None
+
+    def on_failed(self, tell: Callable[[str], None]) -> None:
+        """Call tell(reason), from any thread, where a stream has failed: the device has, whether a step runs or not."""
+        if self.poster is not None:
+            self.poster.on_failed = tell
+        if self.staging is not None:
+            self.staging.on_failed = tell
 
     def close(self) -> None:
         """End their streams. Nothing is under way, unless the device has failed."""
@@ -179,16 +186,18 @@ def _nvlink_backend(settings: WorkerSettings, memory: KvMemory, runner: Runner) 
 
 
 def _cuda_backend(settings: WorkerSettings, memory: KvMemory, runner: Runner, blocks: int = 0) -> Backend:
+    from kvmesh.engine.cuda.workspaces import told_what_to_lower
     from kvmesh.engine.nvlink.cuda import BLOCKS, CudaBackend
 
     regions = cast("dict[str, CudaRegion]", memory.regions)
-    backend = CudaBackend(
-        {(name, 0): region for name, region in regions.items()},
-        settings.gpu,
-        compute=cast("CudaRunnerFace", runner).stream,
-        blocks=blocks or BLOCKS,
-    )
-    backend.warm()
+    with told_what_to_lower("what moves KV"):
+        backend = CudaBackend(
+            {(name, 0): region for name, region in regions.items()},
+            settings.gpu,
+            compute=cast("CudaRunnerFace", runner).stream,
+            blocks=blocks or BLOCKS,
+        )
+        backend.warm()
     return backend
 
 
