@@ -113,3 +113,15 @@ def test_rows_that_nobody_wants_change_nothing(kernel_device: str, mlp_bias: boo
     for ours, theirs in ((few.hidden[:ROWS], many.hidden[:ROWS]), (some.hidden[:2], many.hidden[[2, 6]])):
         assert torch.isfinite(ours).all()
         assert float((ours.float() - theirs.float()).norm()) < 0.03 * scale * len(ours) ** 0.5
+
+
+def test_scratch_holds_every_product(kernel_device: str) -> None:
+    """Of the largest bucket; gates and ups are a product of their own where they have biases."""
+    from kvmesh.layers.cuda.skinny import MAX_ROWS, row_bucket, splits_for
+    from kvmesh.models.llama_cuda import Scratch
+
+    with torch.inference_mode():
+        scratch = Scratch(_model(kernel_device, mlp_bias=True))
+    for m in (1, 40, MAX_ROWS):
+        for n, k in (((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), (HIDDEN, HEADS * DIM), (HIDDEN, WIDE), (2 * WIDE, HIDDEN)):
+            assert scratch.partial.numel() >= splits_for(m, n, k) * row_bucket(m) * n
