@@ -7,6 +7,7 @@ beside them) is launched kernel by kernel.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,12 +19,13 @@ import torch
 from kvmesh.engine.cuda.attention import DecodeAttention
 from kvmesh.engine.cuda.graphs import DecodeGraphs, ladder
 from kvmesh.engine.cuda.head import CudaHead
+from kvmesh.engine.cuda.lost import leave_to_the_process
 from kvmesh.engine.cuda.metadata import StepMetadata, StepShape, shape_of
 from kvmesh.engine.cuda.page_type import PageType
 from kvmesh.engine.cuda.parallel_head import ParallelHead
 from kvmesh.engine.cuda.sampler import DeviceSampler
 from kvmesh.engine.cuda.workspaces import told_what_to_lower, workspace_bytes
-from kvmesh.engine.failures import DeviceFailed, SequencesFailed
+from kvmesh.engine.failures import DeviceFailed, SequencesFailed, first_line
 from kvmesh.engine.runner import ModelInfo, SampleInput, Slice, SliceResult, StepBatch, StepResult, TokenLogprobs
 from kvmesh.engine.sampling.processors import needs_processing
 from kvmesh.errors import Internal, InvalidArgument, KvmeshError
@@ -99,6 +101,8 @@ class CudaRunner:
         self._last: dict[int, int] = {}
         self._turn = 0
         self._broken: str | None = None
+        # Pinned memory of steps that may be under way goes when they are through, not when nobody awaits them any more.
+        self._queued: deque[Flight] = deque(maxlen=TURNS)
 
     @classmethod
     def load(
@@ -327,12 +331,11 @@ class CudaRunner:
     ) -> Flight:  # fmt: skip
         """Queue a step that was prepared. With several ranks all of them must, with on_layer or without."""
         shape, samples = plan
-        with self._on_device():
+        # Nothing is queued yet where it does not fit.
+        with self._failing(KvmeshError), self._on_device():
             whole = shape.decode == shape.rows == len(samples) and on_layer is None
             bucket = self._graphs.bucket(shape.rows) if whole else 0
-            # Nothing is queued yet where it does not fit.
-            with self._failing(KvmeshError):
-                self._metadata.fill(batch, shape, self._last, bucket)
+            self._metadata.fill(batch, shape, self._last, bucket)
             with self._failing():
                 return self._queue(batch, shape, samples, bucket, on_layer)
 
@@ -403,13 +406,16 @@ class CudaRunner:
         # Blocking: the core's thread sleeps while the step runs, and the next one is queued already.
         done = _event(blocking=True)
         done.record()
-        return Flight(batch, places, tokens, done, prepared)
+        flight = Flight(batch, places, tokens, done, prepared)
+        self._queued.append(flight)
+        return flight
 
     def collect(self, flight: Flight) -> StepResult:
         """See `AsyncRunner.collect`. Raises SequencesFailed for sequences whose logits are not finite."""
-        with self._on_device(), self._failing():
+        with self._failing(), self._on_device():
             flight.done.synchronize()
             scored = {i: self._prompt_logprobs(flight.batch, i, hidden) for i, hidden in flight.scored}
+            flight.scored.clear()
         tokens = flight.tokens.tolist() if flight.tokens is not None else []
         scores: Sequence[TokenLogprobs | None] = ()
         if flight.prepared is not None:
@@ -446,7 +452,7 @@ class CudaRunner:
     def ring(self, count: int) -> None:
         """Queue rings that belong to no layer."""
         if self._bell is not None:
-            with self._on_device(), self._failing():
+            with self._failing(), self._on_device():
                 self._bell.ring(count)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
@@ -454,8 +460,10 @@ class CudaRunner:
         self._sampler.forget(seq_ids)
 
     def close(self) -> None:
-        """Drop weights, graphs and KV views; whatever is queued is waited for, unless the device has failed."""
-        if self._broken is None and self._layers:
+        """Drop weights, graphs and KV views once what is queued is through. A device that has failed keeps them."""
+        if self._broken is not None:
+            return
+        if self._layers:
             with self._on_device():
                 self.stream.synchronize()
         self._graphs.close()
@@ -489,11 +497,11 @@ class CudaRunner:
             yield
         except harmless:
             raise
-        except torch.OutOfMemoryError as error:
-            self._broken = f"out of device memory in a step: lower token_budget or max_batch ({error})"
-            raise DeviceFailed(self._broken) from error
         except Exception as error:
-            self._broken = f"the device failed: {str(error).splitlines()[0] if str(error) else error!r}"
+            short = isinstance(error, torch.OutOfMemoryError)
+            what = "out of device memory in a step: lower token_budget or max_batch" if short else "the device failed"
+            self._broken = f"{what}: {first_line(error)}"
+            leave_to_the_process(self, error)
             raise DeviceFailed(self._broken) from error
 
 
