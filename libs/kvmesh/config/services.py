@@ -165,7 +165,12 @@ class WorkerSettings(ServiceSettings):
         default="torch", description="Real model, or the scripted one for tests."
     )
     dtype: Literal["bf16", "fp32", "fp16"] = Field(
-        default="bf16", description="Type of weights, activations and KV pages."
+        default="bf16", description="Type of weights and activations, and of KV pages unless kv_dtype says another."
+    )
+    kv_dtype: Literal["auto", "bf16", "fp8_e4m3"] = Field(
+        default="auto",
+        description="Type of KV pages: auto = dtype; fp8_e4m3, on a GPU: half of bf16's bytes, in memory and between "
+        "engines, all of which must have it.",
     )
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description='"cpu", "cuda" or "cuda:N".')
     threads: int = Field(

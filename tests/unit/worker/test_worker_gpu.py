@@ -75,8 +75,10 @@ def test_the_environment_sets_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_runner_is_told() -> None:
     made = WorkerSettings(device="cuda", max_batch=8, cuda_graphs=False, max_model_len=100)
     assert cuda_options(made) == {
-        "max_batch": 8, "token_budget": 2048, "max_model_len": 100, "cuda_graphs": False, "max_graph_batch": 8
+        "max_batch": 8, "token_budget": 2048, "max_model_len": 100, "cuda_graphs": False, "max_graph_batch": 8,
+        "kv_dtype": "auto",
     }  # fmt: skip
+    assert cuda_options(WorkerSettings(device="cuda", kv_dtype="fp8_e4m3"))["kv_dtype"] == "fp8_e4m3"
 
 
 # -- what is missing

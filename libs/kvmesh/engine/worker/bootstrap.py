@@ -217,13 +217,16 @@ class Worker:
 
     def _identity(self, runner: Runner, memory: KvMemory, tokenizer_fingerprint: str) -> Identity:
         settings, info = self.settings, runner.info
+        policies = {"seed": str(settings.seed)}
+        if memory.layout.kv_scales is not None:
+            policies["kv_scales"] = ",".join(map(float.hex, memory.layout.kv_scales))
         return Identity(
             worker_id=settings.instance or f"{socket.gethostname()}-{settings.role}",
             incarnation=self.incarnation,
             served_name=settings.served_name or info.name,
             info=info,
             layout=memory.layout,
-            base_seed=base_seed(info.name, info.revision, memory.layout.dtype, {"seed": str(settings.seed)}),
+            base_seed=base_seed(info.name, info.revision, memory.layout.dtype, policies),
             max_model_len=min(settings.max_model_len or info.max_model_len, info.max_model_len),
             tokenizer_fingerprint=tokenizer_fingerprint,
         )

@@ -34,6 +34,7 @@ def compute_threads(settings: WorkerSettings) -> int:
 
 async def load_runner(settings: WorkerSettings) -> Runner:
     """Load what `settings.runner` says. KvmeshError as the loaders raise it."""
+    check_kv_dtype(settings)
     if settings.runner == "scripted":
         if settings.on_gpu:
             raise InvalidArgument("the scripted runner has no GPU: leave device out", details={"field": "device"})
@@ -41,6 +42,16 @@ async def load_runner(settings: WorkerSettings) -> Runner:
 
         return scripted_runner(settings)
     return await in_thread(lambda: (_load_cuda if settings.on_gpu else _load_torch)(settings), name="model-load")
+
+
+def check_kv_dtype(settings: WorkerSettings) -> None:
+    """Raises InvalidArgument for pages of a type that the engine does not have."""
+    if not settings.on_gpu and settings.kv_dtype not in ("auto", settings.dtype):
+        raise InvalidArgument(
+            f"kv_dtype {settings.kv_dtype} is not served on CPU, where pages are of dtype ({settings.dtype}): leave it "
+            "out, or set device to cuda",
+            details={"field": "kv_dtype"},
+        )
 
 
 def _load_cuda(settings: WorkerSettings) -> Runner:
@@ -84,6 +95,7 @@ def cuda_options(settings: WorkerSettings) -> dict[str, Any]:
         "max_model_len": settings.max_model_len,
         "cuda_graphs": settings.cuda_graphs,
         "max_graph_batch": settings.cuda_graph_max_batch or settings.max_batch,
+        "kv_dtype": settings.kv_dtype,
     }
 
 
