@@ -10,9 +10,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from kvmesh.engine.cuda.flight import Flight
 from kvmesh.engine.cuda.metadata import StepMetadata, shape_of
 from kvmesh.engine.cuda.workspaces import told_what_to_lower, workspace_bytes
-from kvmesh.engine.runner import PENDING, SampleInput, SamplingParams, Slice, StepBatch
+from kvmesh.engine.failures import SequencesFailed
+from kvmesh.engine.runner import PENDING, SampleInput, SamplingParams, Slice, StepBatch, StepResult
 from kvmesh.errors import Internal, InvalidArgument, Unavailable
 
 SAMPLE = SampleInput(SamplingParams(temperature=0.0), 0, 1, (), ())
@@ -97,6 +99,26 @@ def test_what_does_not_fit_is_refused_and_costs_no_turn() -> None:
     with pytest.raises(Internal, match="awaits a token"):
         made.fill(lost, shape_of(lost), {})
     assert made.columns(1, 1).slots.tolist() == before
+
+
+def test_tokens_of_a_step_go_to_their_slices() -> None:
+    """Slices lie otherwise on the device than in the batch; one whose logits are no numbers fails alone."""
+    slices = [piece(i, [5], 0, [i]) for i in range(3)]
+    places = [slice(1, 3), slice(0, 1), slice(0, 0)]
+
+    def result(tokens: list[int]) -> StepResult:
+        done: Any = None
+        return Flight(StepBatch(1, slices), places, torch.tensor(tokens, dtype=torch.int32), done).result((), {2: ()})
+
+    assert [(r.seq_id, list(r.token_ids), len(r.logprobs)) for r in result([7, 8, 9]).slices] == [
+        (0, [8, 9], 2),
+        (1, [7], 1),
+        (2, [], 0),
+    ]
+    with pytest.raises(SequencesFailed) as caught:
+        result([7, 8, -1])
+    assert caught.value.seq_ids == {0}
+    assert [r.seq_id for r in caught.value.result.slices] == [1, 2]
 
 
 def test_out_of_memory_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:

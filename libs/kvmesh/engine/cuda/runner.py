@@ -10,13 +10,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from kvmesh.engine.cuda.attention import DecodeAttention
+from kvmesh.engine.cuda.flight import Flight
 from kvmesh.engine.cuda.graphs import DecodeGraphs, ladder
 from kvmesh.engine.cuda.head import CudaHead
 from kvmesh.engine.cuda.lost import leave_to_the_process
@@ -25,8 +25,8 @@ from kvmesh.engine.cuda.page_type import PageType
 from kvmesh.engine.cuda.parallel_head import ParallelHead
 from kvmesh.engine.cuda.sampler import DeviceSampler
 from kvmesh.engine.cuda.workspaces import told_what_to_lower, workspace_bytes
-from kvmesh.engine.failures import DeviceFailed, SequencesFailed, first_line
-from kvmesh.engine.runner import ModelInfo, SampleInput, Slice, SliceResult, StepBatch, StepResult, TokenLogprobs
+from kvmesh.engine.failures import DeviceFailed, first_line
+from kvmesh.engine.runner import ModelInfo, SampleInput, Slice, StepBatch, StepResult, TokenLogprobs
 from kvmesh.engine.sampling.processors import needs_processing
 from kvmesh.errors import Internal, InvalidArgument, KvmeshError
 from kvmesh.kv.layout import LAYOUT_VERSION, KvLayout
@@ -45,7 +45,6 @@ from kvmesh.models.llama_cuda import CudaLlama, Last, Rows, Scratch
 
 log = logging.getLogger(__name__)
 
-NO_TOKEN = -1
 # Steps whose results are in pinned memory at a time: one runs, one is read, one is queued.
 TURNS = 3
 # Prompt logprobs need a row of the vocabulary per token: so many rows at a time.
@@ -59,19 +58,6 @@ class HostBell(Protocol):
 
     @property
     def value(self) -> int: ...
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A queued step. places: of each slice of the batch, its tokens' part of the step's tokens."""
-
-    batch: StepBatch
-    places: list[slice]
-    tokens: torch.Tensor | None
-    done: torch.cuda.Event
-    prepared: Any = None
-    # (slice, hidden states of its tokens), where its prompt is scored.
-    scored: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
 
 class CudaRunner:
@@ -416,21 +402,8 @@ class CudaRunner:
             flight.done.synchronize()
             scored = {i: self._prompt_logprobs(flight.batch, i, hidden) for i, hidden in flight.scored}
             flight.scored.clear()
-        tokens = flight.tokens.tolist() if flight.tokens is not None else []
-        scores: Sequence[TokenLogprobs | None] = ()
-        if flight.prepared is not None:
-            scores = self._sampler.finish(flight.prepared)
-        results, failed = [], []
-        for i, (slice_, place) in enumerate(zip(flight.batch.slices, flight.places, strict=True)):
-            mine = tokens[place]
-            if NO_TOKEN in mine:
-                failed.append(slice_.seq_id)
-                continue
-            logprobs = scores[place] if scores else (None,) * len(mine)
-            results.append(SliceResult(slice_.seq_id, mine, logprobs, scored.get(i, ())))
-        if failed:
-            raise SequencesFailed("the model's logits are not finite", failed, StepResult(results))
-        return StepResult(results)
+        scores = self._sampler.finish(flight.prepared) if flight.prepared is not None else ()
+        return flight.result(scores, scored)
 
     def execute(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> StepResult:
         """See `Runner.execute`."""
