@@ -35,8 +35,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def make_model(directory: Path, shape: str) -> torch.nn.Module:
-    """Write a random Llama in bf16; returns it in fp32 on CPU."""
+def make_model(directory: Path, shape: str, gain: float = 1.5) -> torch.nn.Module:
+    """Write a random Llama in bf16; returns it in fp32 on CPU. gain: of matrices; scores grow with its square."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(11)
@@ -44,7 +44,7 @@ def make_model(directory: Path, shape: str) -> torch.nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             # Large enough that attention is far from uniform and norms matter.
-            scale = 1.5 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 0.1
+            scale = gain / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 0.1
             parameter.copy_((torch.randn_like(parameter) * scale + (1.0 if parameter.dim() == 1 else 0.0)).bfloat16())
     model.to(torch.bfloat16).save_pretrained(directory)
     # Read again: the cast has rounded the rotary frequencies too.
