@@ -1,6 +1,7 @@
 """Paged decode attention of an 8B model's layer (32/8 heads, head_dim 128, pages of 64), beside FlashInfer's.
 
-    python benchmarks/gpu_kernels/attention.py [--batches 1,20] [--tokens 4250] [--candidates few|many] [--out FILE]
+    python benchmarks/gpu_kernels/attention.py [--batches 1,20] [--tokens 4250] [--candidates few|many] [--kv bf16|fp8]
+        [--out FILE]
 
 Every candidate is checked against torch in fp32 and timed: one CUDA graph of launches over different layers, so that
 the L2 holds nothing of what is read; medians of 20 replays, µs a layer, the merge of splits included. The floor is the
@@ -35,7 +36,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvmesh.layers.cuda.decode_attention import AttentionConfig, Workspace, config_for, decode_attention
+from kvmesh.layers.cuda.decode_attention import PAIRED, AttentionConfig, Workspace, config_for, decode_attention
 
 RATE = 4.3e12
 KV_HEADS, GROUP, HEAD_DIM, PAGE = 8, 4, 128, 64
@@ -74,11 +75,34 @@ MORE = [
     A(2, 64, 4, 3, 2),
     A(4, 64, 4, 4, 2),
 ]
+# Of e4m3 pages.
+FEW8 = [
+    A(1, 64, 4, 4, PAIRED),
+    A(1, 64, 4, 7, PAIRED),
+    A(1, 128, 4, 3, PAIRED),
+    A(1, 128, 4, 4, PAIRED),
+    A(1, 128, 8, 4, PAIRED),
+    A(2, 64, 4, 3, PAIRED),
+    A(2, 64, 4, 4, PAIRED),
+    A(2, 64, 4, 5, PAIRED),
+    A(2, 128, 4, 3, PAIRED),
+    A(3, 64, 4, 3, PAIRED, registers=168),
+    A(3, 64, 4, 4, PAIRED, registers=168),
+    A(4, 32, 4, 4, PAIRED, registers=128),
+    A(4, 64, 4, 4, PAIRED),
+]
+MORE8 = [
+    A(2, 32, 4, 5, PAIRED),
+    A(2, 64, 2, 4, PAIRED),
+    A(2, 128, 8, 3, PAIRED, registers=128),
+    A(3, 32, 4, 5, PAIRED, registers=168),
+    A(4, 32, 2, 4, PAIRED),
+]
 AHEAD = (64, 128, 256, 512)
 
 
 def label(config: AttentionConfig) -> str:
-    return f"{'PSAB'[config.mode]}{config.blocks}/{config.tile}w{config.warps}s{config.stages}+{config.ahead}"
+    return f"{'PSABE'[config.mode]}{config.blocks}/{config.tile}w{config.warps}s{config.stages}+{config.ahead}"
 
 
 @triton.jit
@@ -99,7 +123,7 @@ class Step:
         counts = -(-self.lengths // PAGE)
         pages = int(counts.sum())
         page = KV_HEADS * 2 * PAGE * HEAD_DIM
-        self.nbytes = int(self.lengths.sum()) * KV_HEADS * 2 * HEAD_DIM * 2
+        self.nbytes = int(self.lengths.sum()) * KV_HEADS * 2 * HEAD_DIM * pool.itemsize
         layers = max(1, min(max(LAYERS[0], -(-FOOTPRINT // self.nbytes)), LAYERS[1], pool.numel() // (pages * page)))
         self.layers = [
             pool[i * pages * page : (i + 1) * pages * page].view(pages, KV_HEADS, 2, PAGE, HEAD_DIM)
@@ -149,7 +173,7 @@ class Step:
             HEAD_DIM,
             PAGE,
             q_data_type=torch.bfloat16,
-            kv_data_type=torch.bfloat16,
+            kv_data_type=self.layers[0].dtype,
         )
         out = self.out.view_as(self.q)
         return lambda layer: wrapper.run(self.q, (layer[:, :, 0], layer[:, :, 1]), out=out)
@@ -161,7 +185,9 @@ class Step:
         worst = 0.0
         for row, n in enumerate(self.lengths.tolist()):
             pages = self.tables[row, : -(-n // PAGE)].long()
-            kv = self.layers[0][pages].permute(1, 2, 0, 3, 4).reshape(KV_HEADS, 2, -1, HEAD_DIM)[:, :, :n].float()
+            # Bytes are gathered: torch does not index 8-bit floats everywhere.
+            kv = self.layers[0].view(torch.uint8)[pages].view(self.layers[0].dtype).float()
+            kv = kv.permute(1, 2, 0, 3, 4).reshape(KV_HEADS, 2, -1, HEAD_DIM)[:, :, :n]
             q = self.q[row].float().view(KV_HEADS, GROUP, HEAD_DIM)
             want = ((q @ kv[:, 0].transpose(1, 2) * SCALE).softmax(-1) @ kv[:, 1]).flatten()
             error = ((self.out[row].float() - want).norm() / want.norm()).item()
@@ -203,7 +229,8 @@ def kernel_of(config: AttentionConfig) -> AttentionConfig:
 def compile_one(config: AttentionConfig) -> str:
     """Compiles a candidate in a process of its own, by launching it; says what went wrong."""
     try:
-        step = Step([100], torch.zeros(8 * 2 * KV_HEADS * 2 * PAGE * HEAD_DIM, device="cuda", dtype=torch.bfloat16))
+        kind = torch.float8_e4m3fn if config.mode == PAIRED else torch.bfloat16
+        step = Step([100], torch.zeros(8 * 2 * KV_HEADS * 2 * PAGE * HEAD_DIM, device="cuda").to(kind))
         step.launcher(config)(step.layers[0])
         step.touch()
         torch.cuda.synchronize()
@@ -235,13 +262,16 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4,10,20,64,128")
     parser.add_argument("--tokens", type=int, default=4250)
     parser.add_argument("--candidates", choices=("few", "many"), default="few")
+    parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     started = time.monotonic()
     shapes = {str(b): [args.tokens] * b for b in map(int, args.batches.split(","))} | {"mix": mix()}
-    plain = FEW + (MORE if args.candidates == "many" else [])
+    quantized = args.kv == "fp8"
+    few, more = (FEW8, MORE8) if quantized else (FEW, MORE)
+    plain = few + (more if args.candidates == "many" else [])
     ahead = [dataclasses.replace(config, ahead=n) for config in plain for n in AHEAD]
-    rules = {name: config_for(len(lengths)) for name, lengths in shapes.items()}
+    rules = {name: config_for(len(lengths), quantized) for name, lengths in shapes.items()}
     jobs = list(dict.fromkeys([*plain, *ahead, *rules.values()]))
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as processes:
         kernels = list(dict.fromkeys(map(kernel_of, jobs)))
@@ -254,6 +284,8 @@ def main() -> None:
     largest = max(sum(-(-n // PAGE) for n in lengths) for lengths in shapes.values())
     elements = max(LAYERS[0] * largest * KV_HEADS * 2 * PAGE * HEAD_DIM, FOOTPRINT)
     pool = torch.empty(elements, device="cuda", dtype=torch.bfloat16).normal_()
+    if quantized:
+        pool = pool.to(torch.float8_e4m3fn)
     check = Step([args.tokens, 1, 65, 1000, 16, 9999], pool)
     for config in [c for c in jobs if c not in failed]:
         error = check.error(check.launcher(config))
@@ -261,7 +293,7 @@ def main() -> None:
             failed[config] = f"error {error}"
             print(f"WRONG: {label(config)}: relative error {error}")
 
-    results: dict[str, Any] = {"tokens": args.tokens, "gpu": torch.cuda.get_device_name(0), "shapes": {}}
+    results: dict[str, Any] = {"tokens": args.tokens, "kv": args.kv, "gpu": torch.cuda.get_device_name(0), "shapes": {}}
     for name, lengths in shapes.items():
         step = Step(lengths, pool)
         result: dict[str, Any] = {"rows": len(lengths), "bytes": step.nbytes, "floor_us": step.nbytes / RATE * 1e6}
