@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -83,9 +83,6 @@ class ThreadShard:
             raise DeviceFailed(str(error)) from error
 
     def ring(self, count: int) -> None:
-        pass
-
-    def forget(self, seq_ids: Sequence[int]) -> None:
         pass
 
     def close(self) -> None:

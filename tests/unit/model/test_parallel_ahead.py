@@ -9,8 +9,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from kvmesh.engine.failures import DeviceFailed
 from kvmesh.engine.parallel.ahead import AheadRunner
 from kvmesh.engine.parallel.clock import StepClock
 from kvmesh.engine.parallel.ranks import ranks_of, start_ranks
-from kvmesh.engine.runner import PENDING, SamplingParams, Slice, StepBatch, as_async
+from kvmesh.engine.runner import PENDING, SamplingParams, Slice, StepBatch, StepResult, as_async
 from kvmesh.engine.torch_runner import TorchRunner
 from kvmesh.errors import InvalidArgument, Unavailable
 from kvmesh.kv.pidfd import open_pidfd, wait_exit
@@ -31,9 +32,11 @@ from model_tiny import TINY, make_tiny
 
 WAIT_S = 120.0
 PAGE, PAGES = 16, 32
+Answer = list[list[tuple[int, Any]]]
 LAYERS = TINY["num_hidden_layers"]
 PROMPT = np.random.default_rng(3).integers(3, 190, 21).astype(np.int32)
-WARM = SamplingParams(temperature=0.9, top_p=0.9, seed=4)
+# Tokens of so small a model hardly depend on those before, log-probabilities do.
+WARM = SamplingParams(temperature=0.9, top_p=0.9, seed=4, want_logprobs=True)
 TABLE = np.array([7, 3, 9, 1], dtype=np.int32)
 # Two choices begin from one prompt, before the tokens of the other.
 PROMPTS = (
@@ -57,6 +60,21 @@ def start(directory: Path, timeout_s: float = WAIT_S, **options: object) -> Ahea
     )  # fmt: skip
 
 
+def answer_of(result: StepResult, of: Callable[[float], Any] = float) -> Answer:
+    """(token, its log-probability where it was asked for) of every slice."""
+    return [
+        [
+            (token, of(scored.logprob if scored is not None else 0.0))
+            for token, scored in zip(each.token_ids, each.logprobs, strict=True)
+        ]
+        for each in result.slices
+    ]
+
+
+def near(value: float) -> Any:
+    return pytest.approx(value, abs=1e-3)
+
+
 class Engine:
     """A bound runner with one sequence (and a second one beside it), driven a step ahead."""
 
@@ -73,18 +91,13 @@ class Engine:
         return self.runner.launch(StepBatch(self.steps, slices))
 
     def prompt(self) -> object:
-        return self.launch(
-            Slice(1, PROMPT, 0, TABLE, (sample_of(WARM, len(PROMPT)),)),
-            Slice(
-                2, PROMPT[:5], 0, np.array([2], np.int32), (sample_of(WARM, 5), sample_of(SamplingParams(seed=9), 5))
-            ),
-        )
+        return self.launch(*PROMPTS)
 
     def decode(self, token: int, at: int) -> object:
         return self.launch(Slice(1, np.array([token], np.int32), at, TABLE, (sample_of(WARM, at + 1),)))
 
-    def tokens(self, flight: object) -> list[list[int]]:
-        return [list(each.token_ids) for each in self.runner.collect(flight).slices]
+    def tokens(self, flight: object) -> Answer:
+        return answer_of(self.runner.collect(flight))
 
 
 @pytest.fixture
@@ -94,20 +107,16 @@ def engine(directory: Path) -> Iterator[Engine]:
     made.runner.close()
 
 
-def expected(directory: Path, steps: int) -> list[list[list[int]]]:
+def expected(directory: Path, steps: int) -> list[Answer]:
     """One rank's answers, each step after the one before."""
     one = TorchRunner.load(str(directory), "fp32", backend="torch")
     layout = one.layout(PAGE, PAGES)
     one.bind(layout, {"full": memoryview(bytearray(layout.region_bytes("full")))}, Doorbell(bytearray(DOORBELL_BYTES)))
-    first = Slice(1, PROMPT, 0, TABLE, (sample_of(WARM, len(PROMPT)),))
-    second = Slice(
-        2, PROMPT[:5], 0, np.array([2], np.int32), (sample_of(WARM, 5), sample_of(SamplingParams(seed=9), 5))
-    )
-    answers = [[list(each.token_ids) for each in one.execute(StepBatch(1, [first, second])).slices]]
+    answers = [answer_of(one.execute(StepBatch(1, PROMPTS)), near)]
     for n in range(steps):
-        at, token = len(PROMPT) + n, answers[-1][-1][0]
+        at, (token, _) = len(PROMPT) + n, answers[-1][-1][0]
         batch = StepBatch(2 + n, [Slice(1, np.array([token], np.int32), at, TABLE, (sample_of(WARM, at + 1),))])
-        answers.append([list(each.token_ids) for each in one.execute(batch).slices])
+        answers.append(answer_of(one.execute(batch), near))
     return answers
 
 
@@ -122,13 +131,14 @@ def test_pending_tokens_reach_the_ranks_and_a_rank_killed_under_way_ends_it(dire
         flights.append(engine.decode(PENDING, len(PROMPT) + n))
         answers.append(engine.tokens(flights.pop(0)))
     answers.append(engine.tokens(flights.pop(0)))
-    assert answers == expected(directory, steps)
+    wanted = expected(directory, steps)
+    assert answers == wanted
     assert engine.doorbell.value == LAYERS * (steps + 1)
 
     # Refused before any rank hears of it: the group goes on.
     with pytest.raises(InvalidArgument):
         engine.launch(Slice(1, PROMPT, 0, np.array([PAGES, 0], np.int32), ()))
-    assert engine.tokens(engine.prompt()) == answers[0]
+    assert engine.tokens(engine.prompt()) == wanted[0]
 
     # Launched, and the rank stands still, so that the step waits for it; then it is killed there.
     [pid] = runner.ranks.pids

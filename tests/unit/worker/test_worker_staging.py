@@ -94,8 +94,8 @@ async def test_a_step_copies_its_pages_layer_by_layer_and_rings_behind_each() ->
         for item, number in ((lease, 40), (other, 41)):
             world.staging.expose(item, for_write=False)
             world.staging.start(item, number)
-        world.staging.ring_step(LAYERS)
-        first = world.staging.bell.value + 1
+        # A step without pages came before: it has rung nothing.
+        first = world.staging.bell.value + LAYERS + 1
         record = StepRecord(first, LAYERS, (StepEntry(40, 1, 2), StepEntry(41, 0, 1), StepEntry(99, 0, 4)))
         before = {g.name: world.on_host(g.name).copy() for g in GROUPS}
         step = world.staging.step(record)

@@ -72,13 +72,12 @@ class _Waiter:
 
 class Staging:
     """Pages are taken and given back on the event loop; `step` and its layers are the engine thread's. A `StepPoster`
-    that rings by itself: the runner must not.
+    that rings by itself: the runner must not. A step without a record rings nothing: the next record's values begin
+    behind it.
 
     device, host: where the regions of each group begin, as the backends' kernels address them; bell: the doorbell's
     counter likewise. out and into: a stream for each direction, so that what lands does not wait for a step.
     """
-
-    rings = True
 
     def __init__(
         self,
@@ -269,10 +268,6 @@ class Staging:
                     claims.append((lease, entry.first_page, entry.num_pages))
         self.bell.advance(record.first_value + record.num_layers - 1)
         return StagedStep(self, record.first_value, claims)
-
-    def ring_step(self, num_layers: int) -> None:
-        """A step without a record. Values are numbers that the next record begins behind: nothing needs to be rung."""
-        self.bell.advance(self.bell.value + num_layers)
 
     def close(self) -> None:
         """End both streams; nothing is under way."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvmesh.engine.failures import DeviceFailed, SequencesFailed
@@ -150,10 +150,6 @@ class AheadRunner:
     def ring(self, count: int) -> None:
         """Queue rings of the leader's doorbell that belong to no layer."""
         self._shard.ring(count)
-
-    def forget(self, seq_ids: Sequence[int]) -> None:
-        """These sequences have ended."""
-        self._shard.forget(seq_ids)
 
     def close(self) -> None:
         """End the ranks, then drop weights, graphs and KV views. Blocks for up to `ranks.STOP_S`."""

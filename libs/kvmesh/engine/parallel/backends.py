@@ -5,7 +5,7 @@ Torch is imported where something is made, not with this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvmesh.engine.runner import ModelInfo, StepBatch, StepResult
@@ -47,9 +47,6 @@ class AsyncShard(Protocol):
 
     def ring(self, count: int) -> None:
         """Queue rings that belong to no layer; on rank 0."""
-
-    def forget(self, seq_ids: Sequence[int]) -> None:
-        """These sequences have ended."""
 
     def close(self) -> None:
         """See `Runner.close`."""
