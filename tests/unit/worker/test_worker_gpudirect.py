@@ -361,3 +361,18 @@ async def test_a_flush_that_fails_ends_the_worker(monkeypatch: pytest.MonkeyPatc
             await answer.wait()
             assert answer.error is not None or answer.finished.transfer_bytes == 0
             assert seen == ["flush"]
+
+
+@pytest.mark.parametrize(("transports", "complains"), [(["efa"], False), (["shm", "tcp"], True), ([], True)])
+async def test_memory_that_no_nic_takes_as_a_whole_is_complained_of(
+    monkeypatch: pytest.MonkeyPatch,
+    nics: None,
+    caplog: pytest.LogCaptureFixture,
+    transports: list[str],
+    complains: bool,
+) -> None:
+    fake_gpu(monkeypatch, FakeCudaRunner())
+    async with running(fabric=Fabric(), role="prefill", **COMMON) as worker:
+        client: Any = SimpleNamespace(transports=transports)
+        worker.worker._connected(client)
+        assert ("no NIC takes all of this GPU's KV memory" in caplog.text) is complains
