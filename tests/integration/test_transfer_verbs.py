@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvmesh.errors import KvmeshError, TransferFailed
+from kvmesh.kv.region import DmaBuf
 from kvmesh.proto.v1 import kvtransfer_pb2_grpc
 from kvmesh.rpc import MeshChannel
 from kvmesh.transfer.sidecar import Sidecar, SidecarOptions
@@ -144,6 +146,39 @@ async def test_layer_by_layer_failure_and_again(pair: tuple[Here, Here], network
     assert status.slots_open == 0
     assert status.transports[0].reason == f"{device}, completion channels"
     # The engines go: links are fenced, and nothing is left registered (see the fixture).
+    await target.close()
+    await source.close()
+
+
+def on_gpu(engine: Engine) -> Engine:
+    """Its memory as a GPU's: the sidecar can map nothing, and gets a dma-buf, which the fakes can map."""
+    for region in engine.regions.values():
+        region.memory = "cuda"
+        region.dmabuf = DmaBuf(os.dup(region.fd))
+    return engine
+
+
+@pytest.mark.parametrize("where", [("gpu", "gpu"), ("gpu", "host"), ("host", "gpu")])
+async def test_layer_by_layer_from_and_to_gpu_memory(
+    pair: tuple[Here, Here], network: StubNetwork | EfaStubNetwork, where: tuple[str, str]
+) -> None:
+    """One end need not know what the other's memory is."""
+    a, b = pair
+    source = Engine("p", a, make_layout())  # type: ignore[arg-type]
+    target = Engine("d", b, make_layout(num_pages=48))  # type: ignore[arg-type]
+    for engine, kind in zip((source, target), where, strict=True):
+        await (on_gpu(engine) if kind == "gpu" else engine).connect()
+    source.fill(1)
+    want = target.pages.copy()
+    want[:, DST] = source.pages[:, SRC]
+    slot = await target.open(DST)
+    transfer = await soon(source.client.start_transfer(target.describe(slot, DST), {"main": SRC}, ready_pages=2))
+    source.step(transfer, 2, 3)
+    source.client.send_pages(transfer, 5, 1)
+    result = await soon(slot.completed)
+    assert (result.bytes, result.transport) == (slot.expected_bytes, transfer.transport)
+    assert await soon(transfer.done) == slot.expected_bytes
+    np.testing.assert_array_equal(target.pages, want)
     await target.close()
     await source.close()
 
