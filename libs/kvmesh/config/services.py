@@ -272,7 +272,7 @@ class WorkerSettings(ServiceSettings):
         "auto, from a GPU whose sidecar has that transport; host, for tests.",
     )
     gpudirect: Literal["auto", "off"] = Field(
-        default="auto",
+        default="off",
         description="Whether NICs read and write this GPU's memory by themselves (verbs, efa): auto, where nvlink is "
         "not used and sidecar, NIC and driver can.",
     )

@@ -41,7 +41,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 def gpu(**values: Any) -> WorkerSettings:
-    return WorkerSettings(**({"sidecar_socket": Path("/nowhere"), "device": "cuda:1", "role": "decode"} | values))
+    return WorkerSettings(
+        **({"sidecar_socket": Path("/nowhere"), "device": "cuda:1", "role": "decode", "gpudirect": "auto"} | values)
+    )
 
 
 def descriptors() -> int:
@@ -288,7 +290,7 @@ def nics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaRegion, "buf", property(_buf), raising=False)
 
 
-COMMON: dict[str, Any] = {"device": "cuda", "page_size": 16, "max_batch": 8, "num_pages": 100}
+COMMON: dict[str, Any] = {"device": "cuda", "gpudirect": "auto", "page_size": 16, "max_batch": 8, "num_pages": 100}
 
 
 def watched(worker: Running, driver: FakeDriver) -> list[str]:
