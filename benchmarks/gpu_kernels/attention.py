@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvmesh.layers.cuda.decode_attention import PAIRED, AttentionConfig, Workspace, config_for, decode_attention
+from kvmesh.layers.cuda.decode_attention import AttentionConfig, Workspace, config_for, decode_attention
 
 RATE = 4.3e12
 KV_HEADS, GROUP, HEAD_DIM, PAGE = 8, 4, 128, 64
@@ -45,64 +45,31 @@ SCALE = HEAD_DIM**-0.5
 FOOTPRINT, LAYERS = 600 << 20, (8, 32)
 REPLAYS = 20
 A = AttentionConfig
-FEW = [
-    A(1, 64, 4, 7, 0),
-    A(1, 128, 8, 4, 0),
-    A(2, 64, 4, 3, 0),
-    A(2, 64, 4, 4, 0),
-    A(3, 64, 4, 3, 0, registers=168),
-    A(4, 32, 4, 4, 0, registers=128),
-    A(4, 64, 4, 4, 0),  # more blocks than fit at once
-    A(8, 64, 4, 4, 0),
-    A(1, 128, 4, 3, 1),
-    A(2, 64, 4, 3, 1),
-    A(3, 64, 4, 2, 1, registers=168),
-    A(1, 64, 4, 6, 3),
-    A(2, 64, 4, 3, 3),
-    A(3, 64, 4, 2, 3, registers=168),
-    A(1, 64, 4, 7, 2),
-    A(2, 64, 4, 4, 2),
-    A(4, 32, 2, 4, 2),
-]
-MORE = [
-    A(1, 64, 4, 5, 0),
-    A(2, 32, 4, 7, 0),
-    A(3, 32, 4, 5, 0, registers=168),
-    A(2, 128, 8, 2, 0),
-    A(1, 64, 4, 6, 1),
-    A(4, 64, 4, 3, 1),
-    A(1, 128, 8, 4, 2),
-    A(2, 64, 4, 3, 2),
-    A(4, 64, 4, 4, 2),
-]
+FEW = [A(1, 128, 4, 3), A(2, 64, 4, 3)]
+MORE = [A(1, 64, 4, 6), A(4, 64, 4, 3)]
 # Of e4m3 pages.
 FEW8 = [
-    A(1, 64, 4, 4, PAIRED),
-    A(1, 64, 4, 7, PAIRED),
-    A(1, 128, 4, 3, PAIRED),
-    A(1, 128, 4, 4, PAIRED),
-    A(1, 128, 8, 4, PAIRED),
-    A(2, 64, 4, 3, PAIRED),
-    A(2, 64, 4, 4, PAIRED),
-    A(2, 64, 4, 5, PAIRED),
-    A(2, 128, 4, 3, PAIRED),
-    A(3, 64, 4, 3, PAIRED, registers=168),
-    A(3, 64, 4, 4, PAIRED, registers=168),
-    A(4, 32, 4, 4, PAIRED, registers=128),
-    A(4, 64, 4, 4, PAIRED),
+    A(1, 64, 4, 4, paired=True),
+    A(1, 64, 4, 7, paired=True),
+    A(1, 128, 4, 3, paired=True),
+    A(1, 128, 4, 4, paired=True),
+    A(1, 128, 8, 4, paired=True),
+    A(2, 64, 4, 3, paired=True),
+    A(2, 64, 4, 4, paired=True),
+    A(2, 64, 4, 5, paired=True),
+    A(2, 128, 4, 3, paired=True),
+    A(4, 64, 4, 4, paired=True),  # more blocks than fit at once
 ]
 MORE8 = [
-    A(2, 32, 4, 5, PAIRED),
-    A(2, 64, 2, 4, PAIRED),
-    A(2, 128, 8, 3, PAIRED, registers=128),
-    A(3, 32, 4, 5, PAIRED, registers=168),
-    A(4, 32, 2, 4, PAIRED),
+    A(2, 32, 4, 5, paired=True),
+    A(2, 64, 2, 4, paired=True),
+    A(4, 32, 2, 4, paired=True),
 ]
 AHEAD = (64, 128, 256, 512)
 
 
 def label(config: AttentionConfig) -> str:
-    return f"{'PSABE'[config.mode]}{config.blocks}/{config.tile}w{config.warps}s{config.stages}+{config.ahead}"
+    return f"{'SE'[config.paired]}{config.blocks}/{config.tile}w{config.warps}s{config.stages}+{config.ahead}"
 
 
 @triton.jit
@@ -229,7 +196,7 @@ def kernel_of(config: AttentionConfig) -> AttentionConfig:
 def compile_one(config: AttentionConfig) -> str:
     """Compiles a candidate in a process of its own, by launching it; says what went wrong."""
     try:
-        kind = torch.float8_e4m3fn if config.mode == PAIRED else torch.bfloat16
+        kind = torch.float8_e4m3fn if config.paired else torch.bfloat16
         step = Step([100], torch.zeros(8 * 2 * KV_HEADS * 2 * PAGE * HEAD_DIM, device="cuda").to(kind))
         step.launcher(config)(step.layers[0])
         step.touch()

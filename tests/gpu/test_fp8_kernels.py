@@ -94,7 +94,7 @@ def test_pages_of_one_type_are_not_read_as_the_other(kernel_device: str) -> None
     from kvmesh.layers.cuda.decode_attention import config_for
 
     case = _case([5], (1, 2, 16, 64), kernel_device)
-    with pytest.raises(ValueError, match="mode"):
+    with pytest.raises(ValueError, match="paired"):
         _run(case, config_for(1))
 
 

@@ -19,16 +19,13 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found]
     gdc_launch_dependents,
     gdc_wait,
 )
-from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found]
 
 from kvmesh.layers.cuda import pdl as pdl_rule
 from kvmesh.layers.cuda.attention_merge import merge
 from kvmesh.layers.cuda.paired_attention import paired
-from kvmesh.layers.cuda.worklist import GRAIN, WorkPlan
+from kvmesh.layers.cuda.worklist import WorkPlan
 
 QUERIES = 16  # rows of a tensor core's tile: the largest group
-BULK = 3  # the mode whose tiles the copy engine fetches
-PAIRED = 4  # the mode of e4m3 pages
 # One compiled kernel for every bucket of a config: nothing is specialized by these arguments' value or alignment.
 ANY_VALUE = (
     "table_ptr",
@@ -53,25 +50,23 @@ _MERGE_DEPTH = 5
 class AttentionConfig:
     """How a bucket is run. None of it changes what is computed, only rounding.
 
-    blocks: per SM, all resident. tile: tokens a step of the loop. mode: who computes what: 0 `_plain`, 1 `_swapped`,
-    2 `_apart`, 3 `_bulk`; 4 `paired`, for e4m3 pages and no others.
+    blocks: per SM, all resident. tile: tokens a step of the loop. paired: computed by `paired`, for e4m3 pages and no
+    others; else by `_swapped`.
     ahead: tokens per block whose KV is brought into L2 before the kernels before this one have ended; 0: none. Needs
-    tables and work list to be complete before the first kernel of the chain of dependent launches starts. registers: at
-    most so many a thread, for the blocks to fit; 0: as the compiler likes.
+    tables and work list to be complete before the first kernel of the chain of dependent launches starts.
     """
 
     blocks: int = 2
     tile: int = 64
     warps: int = 4
     stages: int = 4
-    mode: int = 0
+    paired: bool = False
     ahead: int = 0
-    registers: int = 0
 
     def plan(self, rows: int, kv_heads: int, sms: int) -> WorkPlan:
         """A bucket's work list, for a GPU of so many SMs."""
         workers = max(1, self.blocks * sms // kv_heads)
-        return WorkPlan(rows, workers, self.tile if self.mode == BULK else GRAIN)
+        return WorkPlan(rows, workers)
 
 
 def config_for(rows: int, quantized: bool = False) -> AttentionConfig:
@@ -81,11 +76,11 @@ def config_for(rows: int, quantized: bool = False) -> AttentionConfig:
     if quantized:
         # Not measured yet. A tile is half as many bytes and needs more instructions: more of it under way.
         if rows <= 32:
-            return AttentionConfig(blocks=1, tile=128, warps=4, stages=4, mode=PAIRED, ahead=128)
-        return AttentionConfig(blocks=2, tile=64, warps=4, stages=4, mode=PAIRED, ahead=128)
+            return AttentionConfig(blocks=1, tile=128, warps=4, stages=4, paired=True, ahead=128)
+        return AttentionConfig(blocks=2, tile=64, warps=4, stages=4, paired=True, ahead=128)
     if rows <= 32:
-        return AttentionConfig(blocks=1, tile=128, warps=4, stages=3, mode=1, ahead=64)
-    return AttentionConfig(blocks=2, tile=64, warps=4, stages=3, mode=1, ahead=64)
+        return AttentionConfig(blocks=1, tile=128, warps=4, stages=3, ahead=64)
+    return AttentionConfig(blocks=2, tile=64, warps=4, stages=3, ahead=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,38 +132,6 @@ def _queries(q_ptr, GROUP: tl.constexpr, D: tl.constexpr):  # type: ignore[no-un
     return tl.load(q_ptr + row[:, None] * D + tl.arange(0, D)[None, :], mask=(row < GROUP)[:, None], other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _plain(  # type: ignore[no-untyped-def]
-    q_ptr, kv_ptr, table_ptr, begin, end, scale,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, SHIFT: tl.constexpr, PAGE_STRIDE: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """All warps share each tile: they split its tokens for the scores, the output's columns for the rest."""
-    m = tl.full((16,), float("-inf"), tl.float32)
-    l = tl.zeros((16, TILE), tl.float32)  # noqa: E741
-    acc = tl.zeros((16, D), tl.float32)
-    column = tl.arange(0, D)
-    token = begin + tl.arange(0, TILE)
-    ids = tl.load(table_ptr + (token >> SHIFT), mask=token < end, other=0)
-    q = _queries(q_ptr, GROUP, D)
-    for start in tl.range(begin, end, TILE, num_stages=STAGES):
-        token = start + tl.arange(0, TILE)
-        valid = token < end
-        at = ids.to(tl.int64) * PAGE_STRIDE + (token & (PAGE - 1)) * D
-        keys = kv_ptr + at[:, None] + column[None, :]
-        k = tl.load(keys, mask=valid[:, None], other=0.0)
-        v = tl.load(keys + PAGE * D, mask=valid[:, None], other=0.0)
-        ids = tl.load(table_ptr + ((token + TILE) >> SHIFT), mask=token + TILE < end, other=0)
-        s = tl.where(valid[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
-        top = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - top[:, None])
-        fade = tl.exp2(m - top)
-        m = top
-        l = l * fade[:, None] + p  # noqa: E741
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
-    return acc, tl.sum(l, 1), m
-
-
 @triton.jit
 def _advance(q, k, v, s, m, l, acc):  # type: ignore[no-untyped-def]  # noqa: E741
     """One tile of the transposed form: s (TILE, 16) scores, l (TILE, 16) sums yet to be added up, acc (D, 16)."""
@@ -185,7 +148,10 @@ def _swapped(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, PAGE: tl.constexpr, SHIFT: tl.constexpr, PAGE_STRIDE: tl.constexpr, D: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `_plain`, transposed: K and V^T are the 64 rows of a warpgroup's product straight from shared memory."""
+    """acc (16, D), sums (16,), maxima (16,) in log2 of one segment's tokens.
+
+    Transposed inside: K and V^T are the 64 rows of a warpgroup's product straight from shared memory.
+    """
     m = tl.full((16,), float("-inf"), tl.float32)
     l = tl.zeros((TILE, 16), tl.float32)  # noqa: E741
     acc = tl.zeros((D, 16), tl.float32)
@@ -206,85 +172,10 @@ def _swapped(  # type: ignore[no-untyped-def]
     return tl.trans(acc), tl.sum(l, 0), m
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _bulk(  # type: ignore[no-untyped-def]
-    q_ptr, kv_ptr, kv_desc, first_row, table_ptr, begin, end, scale,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, SHIFT: tl.constexpr, PAGE_STRIDE: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """As `_swapped`; the copy engine fetches whole tiles, each inside a page, as the list's grain is the tile.
-
-    kv_desc: KV as (rows of D), first_row: the head's first in page 0. What is left of a row behind its last whole
-    tile is fetched as in `_swapped`: the copy engine would bring what lies in a page beyond the row's end.
-    """
-    m = tl.full((16,), float("-inf"), tl.float32)
-    l = tl.zeros((TILE, 16), tl.float32)  # noqa: E741
-    acc = tl.zeros((D, 16), tl.float32)
-    whole = end & -TILE
-    page = tl.load(table_ptr + (begin >> SHIFT))
-    last_page = tl.load(table_ptr + (whole >> SHIFT), mask=whole < end, other=0)
-    q = _queries(q_ptr, GROUP, D)
-    for start in tl.range(begin, whole, TILE, num_stages=STAGES):
-        at = page * (PAGE_STRIDE // D) + first_row + (start & (PAGE - 1))
-        k = kv_desc.load([at, 0])
-        v = kv_desc.load([at + PAGE, 0])
-        page = tl.load(table_ptr + ((start + TILE) >> SHIFT), mask=start + TILE < whole, other=0)
-        m, l, acc = _advance(q, k, v, tl.dot(k, tl.trans(q)) * scale, m, l, acc)  # noqa: E741
-    if whole < end:
-        token = tl.arange(0, TILE)
-        valid = token < end - whole
-        keys = kv_ptr + last_page.to(tl.int64) * PAGE_STRIDE + ((whole & (PAGE - 1)) + token)[:, None] * D
-        keys += tl.arange(0, D)[None, :]
-        k = tl.load(keys, mask=valid[:, None], other=0.0)
-        v = tl.load(keys + PAGE * D, mask=valid[:, None], other=0.0)
-        s = tl.where(valid[:, None], tl.dot(k, tl.trans(q)) * scale, float("-inf"))
-        m, l, acc = _advance(q, k, v, s, m, l, acc)  # noqa: E741
-    return tl.trans(acc), tl.sum(l, 0), m
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _apart(  # type: ignore[no-untyped-def]
-    q_ptr, kv_ptr, table_ptr, begin, end, scale,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, SHIFT: tl.constexpr, PAGE_STRIDE: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """Each warp keeps a softmax of its own over its part of every tile, so that no step waits for another warp."""
-    PART: tl.constexpr = TILE // WARPS
-    m = tl.full((WARPS, 16), float("-inf"), tl.float32)
-    l = tl.zeros((WARPS, 16, PART), tl.float32)  # noqa: E741
-    acc = tl.zeros((WARPS, 16, D), tl.float32)
-    column = tl.arange(0, D)
-    lane = tl.arange(0, WARPS)[:, None] * PART + tl.arange(0, PART)[None, :]
-    token = begin + lane
-    ids = tl.load(table_ptr + (token >> SHIFT), mask=token < end, other=0)
-    q = tl.broadcast_to(_queries(q_ptr, GROUP, D)[None, :, :], (WARPS, 16, D))
-    for start in tl.range(begin, end, TILE, num_stages=STAGES):
-        token = start + lane
-        valid = token < end
-        at = ids.to(tl.int64) * PAGE_STRIDE + (token & (PAGE - 1)) * D
-        keys = kv_ptr + at[:, :, None] + column[None, None, :]
-        k = tl.load(keys, mask=valid[:, :, None], other=0.0)
-        v = tl.load(keys + PAGE * D, mask=valid[:, :, None], other=0.0)
-        ids = tl.load(table_ptr + ((token + TILE) >> SHIFT), mask=token + TILE < end, other=0)
-        s = tl.where(valid[:, None, :], tl.dot(q, tl.permute(k, (0, 2, 1))) * scale, float("-inf"))
-        top = tl.maximum(m, tl.max(s, 2))
-        # A warp whose part is empty so far has no maximum; its weights are 0.
-        base = tl.where(top == float("-inf"), 0.0, top)
-        p = tl.exp2(s - base[:, :, None])
-        fade = tl.exp2(m - base)
-        m = top
-        l = l * fade[:, :, None] + p  # noqa: E741
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, :, None])
-    top = tl.max(m, 0)
-    weight = tl.exp2(m - top[None, :])
-    return tl.sum(acc * weight[:, :, None], 0), tl.sum(tl.sum(l, 2) * weight, 0), top
-
-
 @triton.jit(do_not_specialize=ANY_VALUE)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     q_ptr,  # (rows, KV_HEADS * GROUP, D)
     kv_ptr,  # (pages, KV_HEADS, 2, PAGE, D), of e4m3 two at a time: (…, D / 2) int16
-    kv_desc,  # MODE 3: a descriptor of it as rows of D, TILE at a time
     table_ptr,  # int32 page numbers: (rows, table_stride), or all rows' one behind the other
     start_ptr,  # int32 (rows,) where a row's page numbers begin, where STARTS
     work_ptr,  # int32, WorkPlan
@@ -307,7 +198,7 @@ def _attend(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     WARPS: tl.constexpr,
-    MODE: tl.constexpr,
+    PAIRED: tl.constexpr,  # pages are of e4m3
     STEP: tl.constexpr,
     DEPTH: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -315,7 +206,7 @@ def _attend(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     # int16 or bf16 that a token has in a plane.
-    LINE: tl.constexpr = D // 2 if MODE == 4 else D
+    LINE: tl.constexpr = D // 2 if PAIRED else D
     PAGE_STRIDE: tl.constexpr = KV_HEADS * 2 * PAGE * LINE
     worker = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
@@ -345,26 +236,13 @@ def _attend(  # type: ignore[no-untyped-def]
         q = q_ptr + (row * KV_HEADS + head) * (GROUP * D)
         table = table_ptr + (tl.load(start_ptr + row) if STARTS else row * table_stride)
         begin = tl.multiple_of(begin, 16)
-        if MODE == 0:
-            acc, l, m = _plain(  # noqa: E741
-                q, kv_ptr, table, begin, end, scale, GROUP, PAGE, SHIFT, PAGE_STRIDE, D, TILE, STAGES
-            )
-        elif MODE == 1:
-            acc, l, m = _swapped(  # noqa: E741
-                q, kv_ptr, table, begin, end, scale, GROUP, PAGE, SHIFT, PAGE_STRIDE, D, TILE, STAGES
-            )
-        elif MODE == 3:
-            acc, l, m = _bulk(  # noqa: E741
-                q, kv_ptr, kv_desc, head * (2 * PAGE), table, begin, end, scale,
-                GROUP, PAGE, SHIFT, PAGE_STRIDE, D, TILE, STAGES,
-            )  # fmt: skip
-        elif MODE == 4:
+        if PAIRED:
             acc, l, m = paired(  # noqa: E741
                 q, kv_ptr, table, begin, end, scale, GROUP, PAGE, SHIFT, PAGE_STRIDE, D, TILE, STAGES
             )
         else:
-            acc, l, m = _apart(  # noqa: E741
-                q, kv_ptr, table, begin, end, scale, GROUP, PAGE, SHIFT, PAGE_STRIDE, D, TILE, STAGES, WARPS
+            acc, l, m = _swapped(  # noqa: E741
+                q, kv_ptr, table, begin, end, scale, GROUP, PAGE, SHIFT, PAGE_STRIDE, D, TILE, STAGES
             )
         out = out_ptr + (row * KV_HEADS + head) * (GROUP * D)
         value = acc / l[:, None]
@@ -407,7 +285,7 @@ def constants(kv_heads: int, group: int, page_size: int, head_dim: int, config: 
         "TILE": config.tile,
         "STAGES": config.stages,
         "WARPS": config.warps,
-        "MODE": config.mode,
+        "PAIRED": config.paired,
         "STEP": max(1, min(32, _MERGE_ELEMENTS // (rows * head_dim))),
         "DEPTH": _MERGE_DEPTH,
         "AHEAD": config.ahead > 0,
@@ -446,18 +324,12 @@ def decode_attention(
     if work.numel() != plan.words or workspace.lse.shape[0] < plan.segments:
         raise ValueError(f"decode attention: the plan has {plan.words} words, {plan.segments} segments")
     quantized = kv_layer.dtype == torch.float8_e4m3fn
-    if quantized != (config.mode == PAIRED):
-        raise ValueError(f"decode attention: mode {config.mode} over pages of {kv_layer.dtype}")
+    if quantized != config.paired:
+        raise ValueError(f"decode attention: paired {config.paired} over pages of {kv_layer.dtype}")
     k_scale, v_scale = kv_scales if quantized and kv_scales is not None else (1.0, 1.0)
-    descriptor = None
-    if config.mode == BULK:
-        descriptor = TensorDescriptor.from_tensor(kv_layer.view(-1, head_dim), [config.tile, head_dim])
-        if page_size % config.tile or plan.grain % config.tile:
-            raise ValueError(f"decode attention: tiles of {config.tile} in pages of {page_size}, grain {plan.grain}")
     _attend[(plan.workers * kv_heads,)](
         q,
         kv_layer.view(torch.int16) if quantized else kv_layer,
-        descriptor,
         tables,
         tables if starts is None else starts,
         work,
@@ -475,6 +347,5 @@ def decode_attention(
         **constants(kv_heads, group, page_size, head_dim, config),
         num_warps=config.warps,
         num_stages=config.stages,
-        **({"maxnreg": config.registers} if config.registers else {}),
         **pdl_rule.options(pdl),
     )
