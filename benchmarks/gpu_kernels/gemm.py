@@ -106,16 +106,6 @@ TILES: dict[tuple[str, int], list[Tile]] = {
         (128, 64, 5, 8, 0),
     ],
     ("gate_up", 128): [(64, 64, 3, 4, 0), (64, 64, 3, 4, 56), (128, 64, 4, 8, 112), (128, 64, 4, 8, 0)],
-    ("paired", 16): [
-        (32, 128, 3, 4, 0),
-        (32, 128, 4, 4, 0),
-        (32, 64, 5, 4, 0),
-        (32, 256, 2, 4, 0),
-        (64, 128, 4, 4, 56),
-    ],
-    ("paired", 32): [(32, 128, 3, 4, 0), (32, 64, 4, 4, 0), (32, 128, 4, 4, 0), (64, 64, 5, 4, 56)],
-    ("paired", 64): [(32, 64, 4, 4, 0), (32, 128, 3, 4, 0), (64, 64, 4, 4, 56)],
-    ("paired", 128): [],
     ("head", 16): [(128, 128, 3, 4, 0), (64, 128, 4, 4, 0), (64, 256, 2, 4, 0)],
     ("head", 32): [(128, 64, 5, 4, 0), (64, 128, 4, 4, 0), (128, 128, 4, 8, 0)],
     ("head", 64): [(128, 64, 4, 4, 0), (128, 128, 4, 8, 0), (256, 64, 5, 8, 0)],
@@ -158,16 +148,15 @@ def candidates(kind: Kind, m: int, n: int, k: int, many: bool) -> list[Config]:
         if m == 1 and kind != "head":
             return list(found)
     bases = []
-    for form in (kind, "paired") if kind == "gate_up" else (kind,):
-        for block_n, block_k, stages, warps, step in TILES[form, rows]:
-            prefetch = 128 if kind != "gate_up" else 64
-            bases.append(Config(block_n, block_k, stages, warps, prefetch=prefetch, step=step, paired=form == "paired"))
+    for block_n, block_k, stages, warps, step in TILES[kind, rows]:
+        prefetch = 128 if kind != "gate_up" else 64
+        bases.append(Config(block_n, block_k, stages, warps, prefetch=prefetch, step=step))
     if m <= 8 and not many:
         bases = bases[:2]
     elif not own.gemv:
-        for other in ({"tma": 0}, {"tma": 2}, {"late": True}, {"prefetch": own.prefetch * 2}, {"prefetch": 0}):
+        for other in ({"tma": False}, {"tma": True}, {"late": True}, {"prefetch": own.prefetch * 2}, {"prefetch": 0}):
             found[dataclasses.replace(own, **other)] = None  # type: ignore[arg-type]
-        found[dataclasses.replace(own, tma=2, turn=1)] = None
+        found[dataclasses.replace(own, tma=True, turn=1)] = None
     for base in bases:
         for turn in (0, 1):
             config = dataclasses.replace(base, turn=turn)
@@ -184,7 +173,7 @@ def label(config: Config) -> str:
     if config.gemv:
         return f"v{config.block_n}x{config.block_k}w{config.warps}s{config.splits}"
     form = f"{config.block_n}x{config.block_k}/{config.stages}w{config.warps}s{config.splits}"
-    more = ("", "tw", "tx")[config.tma] + "p" * config.paired + "l" * config.late + f"+{config.prefetch}"
+    more = "tx" * config.tma + "l" * config.late + f"+{config.prefetch}"
     return form + f"u{config.step}" * (config.step > 0) + f"r{config.turn}" * (config.turn > 0) + more
 
 

@@ -91,8 +91,7 @@ def skinny_gate_up(
             x, weight, out, m, n // 2, k, **_gemv_options(config, m, n // 2, k), **launches.options(pdl)
         )
         return
-    kernel = kernels.gate_up_paired if config.paired else kernels.gate_up
-    kernel[(triton.cdiv(n // 2, config.tile_rows),)](
+    kernels.gate_up[(triton.cdiv(n // 2, config.tile_rows),)](
         *_operands(x, weight, m, config),
         out,
         m,
@@ -162,9 +161,8 @@ def _operands(x: torch.Tensor, weight: torch.Tensor, m: int, config: Config) -> 
     """x and weight, each with its tensor map where there is one. The map of x ends at row m: the rest is not read."""
     x_map: Any = x
     w_map: Any = weight
-    if config.tma and not config.paired:
+    if config.tma:
         w_map = TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k])
-    if config.tma == 2:
         x_map = TensorDescriptor(x, [m, x.shape[1]], [x.shape[1], 1], [x.shape[0], config.block_k])
     return x, x_map, weight, w_map
 

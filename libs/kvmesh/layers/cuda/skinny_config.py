@@ -32,7 +32,7 @@ class Config:
     stages: int
     warps: int
     splits: int = 1  # of K, at most; linear only
-    tma: int = 0  # 0: every thread copies its 16 bytes; 1: weights by tensor maps; 2: x too
+    tma: bool = False  # weights and x come by tensor maps; else every thread copies its 16 bytes
     gemv: bool = False  # up to GEMV_ROWS rows, without tensor cores; no head
     prefetch: int = 0  # columns of a block's weight rows that are asked for into L2 before the wait
     step: int = (
@@ -40,7 +40,6 @@ class Config:
     )
     turn: int = 0  # blocks of K by which neighbouring tiles start apart
     late: bool = False  # the next kernel's blocks start behind the loop, not in front of it
-    paired: bool = False  # gate_up: both halves' rows in one tile; weights not by tensor maps
 
     @property
     def tile_rows(self) -> int:
@@ -81,9 +80,9 @@ MEASURED: dict[tuple[Kind, int, int, int], Config] = {
     ("linear", 1, 4096, 4096): Config(8, 1024, 1, 4, gemv=True),
     ("linear", 2, 4096, 4096): Config(4, 2048, 1, 4, gemv=True),
     ("linear", 16, 4096, 4096): Config(64, 128, 4, 4, splits=4, prefetch=128),
-    ("linear", 32, 4096, 4096): Config(64, 128, 4, 4, splits=4, tma=2, prefetch=128),
+    ("linear", 32, 4096, 4096): Config(64, 128, 4, 4, splits=4, tma=True, prefetch=128),
     ("linear", 64, 4096, 4096): Config(64, 128, 3, 4, splits=4, prefetch=128),
-    ("linear", 128, 4096, 4096): Config(128, 64, 6, 4, splits=4, tma=2, prefetch=128),
+    ("linear", 128, 4096, 4096): Config(128, 64, 6, 4, splits=4, tma=True, prefetch=128),
     ("gate_up", 1, 28672, 4096): Config(2, 2048, 1, 4, gemv=True),
     ("gate_up", 2, 28672, 4096): Config(64, 128, 3, 4, prefetch=64, turn=1),
     ("gate_up", 4, 28672, 4096): Config(64, 128, 3, 4, prefetch=64, turn=1),
@@ -96,15 +95,15 @@ MEASURED: dict[tuple[Kind, int, int, int], Config] = {
     ("linear", 2, 4096, 14336): Config(64, 128, 4, 4, splits=4, prefetch=128, turn=1),
     ("linear", 4, 4096, 14336): Config(64, 128, 4, 4, splits=4, prefetch=128, turn=1),
     ("linear", 8, 4096, 14336): Config(64, 128, 4, 4, splits=4, prefetch=128, turn=1),
-    ("linear", 16, 4096, 14336): Config(64, 128, 4, 4, splits=4, tma=2, prefetch=128, turn=1),
+    ("linear", 16, 4096, 14336): Config(64, 128, 4, 4, splits=4, tma=True, prefetch=128, turn=1),
     ("linear", 32, 4096, 14336): Config(128, 128, 4, 8, splits=4, prefetch=128),
     ("linear", 64, 4096, 14336): Config(128, 64, 8, 4, splits=4, prefetch=128),
-    ("linear", 128, 4096, 14336): Config(128, 64, 6, 4, splits=4, tma=2, prefetch=128),
+    ("linear", 128, 4096, 14336): Config(128, 64, 6, 4, splits=4, tma=True, prefetch=128),
     ("head", 1, 128256, 0): Config(64, 128, 4, 4, prefetch=128, turn=1),
     ("head", 16, 128256, 0): Config(128, 128, 3, 4, prefetch=128, turn=1),
-    ("head", 32, 128256, 0): Config(128, 64, 5, 4, tma=2, prefetch=128),
-    ("head", 64, 128256, 0): Config(128, 64, 4, 4, tma=2, prefetch=128, late=True),
-    ("head", 128, 128256, 0): Config(256, 64, 4, 8, tma=2, prefetch=128),
+    ("head", 32, 128256, 0): Config(128, 64, 5, 4, tma=True, prefetch=128),
+    ("head", 64, 128256, 0): Config(128, 64, 4, 4, tma=True, prefetch=128, late=True),
+    ("head", 128, 128256, 0): Config(256, 64, 4, 8, tma=True, prefetch=128),
 }
 
 

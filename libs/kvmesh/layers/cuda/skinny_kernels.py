@@ -52,7 +52,7 @@ def _load_x(  # type: ignore[no-untyped-def]
     x_ptr, x_desc, k, m, K, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr
 ):
     """x^T (BLOCK_K, ROWS) from column k on; rows from m on are zeros and cost no bytes."""
-    if TMA == 2:
+    if TMA:
         x = x_desc.load([0, k]).T
     else:
         rows = tl.arange(0, ROWS)[None, :]
@@ -79,7 +79,7 @@ def _load_w(  # type: ignore[no-untyped-def]
     TMA: tl.constexpr,
 ):
     """Weights (BLOCK_N, BLOCK_K) of rows from `first` and columns from k on; zeros where there are none."""
-    if TMA > 0:
+    if TMA:
         w = w_desc.load([first, k])
     else:
         rows = tl.arange(0, BLOCK_N)[:, None]
@@ -126,9 +126,9 @@ def _dot(w, x, acc):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["m"])  # type: ignore[untyped-decorator]
 def linear(  # type: ignore[no-untyped-def]
     x_ptr,  # (ROWS, K) bf16
-    x_desc,  # its tensor map where TMA == 2
+    x_desc,  # its tensor map where TMA
     w_ptr,  # (N, K) bf16
-    w_desc,  # its tensor map where TMA > 0
+    w_desc,  # its tensor map where TMA
     out_ptr,  # (splits, ROWS, N) fp32
     m,
     N,
@@ -230,70 +230,6 @@ def gate_up(  # type: ignore[no-untyped-def]
     if not EVEN_N:
         mask = mask & (n < end)
     tl.store(out_ptr + rows * N + n, product.to(tl.bfloat16), mask=mask)
-
-
-@triton.jit(do_not_specialize=["m"])  # type: ignore[untyped-decorator]
-def gate_up_paired(  # type: ignore[no-untyped-def]
-    x_ptr,  # (ROWS, K) bf16
-    x_desc,
-    w_ptr,  # (2 N, K) bf16: the gates' rows, then the ups'
-    w_desc,  # of no use here: a tile is no box
-    out_ptr,  # (ROWS, N) bf16
-    m,
-    N,
-    K,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    TMA: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PIECES: tl.constexpr,
-    STEP: tl.constexpr,
-    TURN: tl.constexpr,
-    LATE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """gate_up with one tile of 2 BLOCK_N rows: eight gates, their eight ups, the next eight gates, and so on.
-
-    Eight rows are what a thread's registers of the product are apart: it holds a gate and its up.
-    """
-    if PDL and not LATE:
-        gdc_launch_dependents()
-    tile = tl.program_id(0)
-    first = tile * STEP
-    end = tl.minimum(first + STEP, N)
-    shift, columns = _shift(tile, 0, K, BLOCK_K, TURN)
-    if PDL:
-        if COLUMNS > 0:
-            _prefetch(w_ptr, first, end, shift, K, K, BLOCK_N, COLUMNS, PIECES)
-            _prefetch(w_ptr, N + first, N + end, shift, K, K, BLOCK_N, COLUMNS, PIECES)
-        gdc_wait()
-    lane = tl.arange(0, 2 * BLOCK_N)[:, None]
-    output = first + lane // 16 * 8 + lane % 8
-    rows = w_ptr + (output + lane // 8 % 2 * N).to(tl.int64) * K
-    acc = tl.zeros((2 * BLOCK_N, ROWS), tl.float32)
-    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        at = _turned(k, shift, columns, columns) if TURN > 0 else k
-        column = at + tl.arange(0, BLOCK_K)[None, :]
-        if EVEN_N and EVEN_K:
-            w = tl.load(rows + column, eviction_policy="evict_first")
-        else:
-            w = tl.load(rows + column, mask=(output < end) & (column < K), other=0.0, eviction_policy="evict_first")
-        x = _load_x(x_ptr, x_desc, at, m, K, ROWS, BLOCK_K, EVEN_K, TMA)
-        acc = _dot(w, x, acc)
-    if PDL and LATE:
-        gdc_launch_dependents()
-    gate, up = acc.reshape(BLOCK_N // 8, 2, 8, ROWS).permute(0, 2, 3, 1).split()
-    product = (gate / (1.0 + tl.exp(-gate)) * up).to(tl.bfloat16).reshape(BLOCK_N, ROWS)
-    n = first + tl.arange(0, BLOCK_N)[:, None]
-    row = tl.arange(0, ROWS)[None, :]
-    mask = row < m
-    if not EVEN_N:
-        mask = mask & (n < end)
-    tl.store(out_ptr + row * N + n, product, mask=mask)
 
 
 @triton.jit(do_not_specialize=["m"])  # type: ignore[untyped-decorator]
