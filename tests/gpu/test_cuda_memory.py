@@ -65,10 +65,15 @@ def test_the_device_rings_and_so_does_the_host_through_it() -> None:
     bell = HostBell(region, 0)
     device = DeviceBell("cuda:0", bell.device_pointer, bell.value)
     stream = torch.cuda.Stream(0)
-    device.ring_on(stream)
-    device.ring_on(stream, 5)
+
+    def ring(count: int) -> None:
+        with torch.cuda.stream(stream):
+            device.ring(count)
+
+    ring(1)
+    ring(5)
     reach(seen, 6)
-    bell.ringer = lambda count: device.ring_on(stream, count)
+    bell.ringer = ring
     assert bell.ring() == 7
     assert seen.value == bell.value == 7
     torch.cuda.synchronize()

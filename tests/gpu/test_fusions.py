@@ -328,7 +328,8 @@ def test_bell_rings_what_it_is_told(kernel_device: str) -> None:
     if device != "cpu":
         stream = torch.cuda.Stream()
         before = bell.value()
-        bell.ring_on(stream, 3)
+        with torch.cuda.stream(stream):
+            bell.ring(3)
         stream.synchronize()
         assert counter.value == before + 3
     there = counter.value

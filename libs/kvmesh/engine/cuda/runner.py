@@ -428,10 +428,6 @@ class CudaRunner:
             with self._failing(), self._on_device():
                 self._bell.ring(count)
 
-    def forget(self, seq_ids: Sequence[int]) -> None:
-        """These sequences have ended: what the sampler keeps for them goes."""
-        self._sampler.forget(seq_ids)
-
     def close(self) -> None:
         """Drop weights, graphs and KV views once what is queued is through. A device that has failed keeps them."""
         if self._broken is not None:

@@ -83,11 +83,6 @@ class DeviceBell:
         """Queue `count` rings at once on the current stream: one kernel of one warp. Capturable."""
         ring_kernel[(1,)](self.state, count, NATIVE=NATIVE, num_warps=1, **launches.options(pdl))
 
-    def ring_on(self, stream: torch.cuda.Stream, count: int = 1) -> None:
-        """`ring` on a given stream."""
-        with torch.cuda.stream(stream):
-            self.ring(count)
-
 
 def state_of(ring: DeviceBell | None, otherwise: torch.Tensor) -> Any:
     """What a kernel that may ring takes: the bell's state, or any tensor where it does not."""
