@@ -347,7 +347,9 @@ async def test_an_engine_shows_a_page_and_goes_by_what_the_nics_say(
     network.dmabufs = takes
     before = descriptors()
     async with sidecar_of(network, tmp_path) as sidecar:
-        settings = WorkerSettings(device="cuda", role="decode", sidecar_socket=sidecar.options.engine_socket)
+        settings = WorkerSettings(
+            device="cuda", role="decode", gpudirect="auto", sidecar_socket=sidecar.options.engine_socket
+        )
         route = await choose_route(settings, make_layout(1))
         assert route is (Route.GPUDIRECT if takes else Route.STAGING)
         assert driver.mapped == {}
