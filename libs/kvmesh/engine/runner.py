@@ -7,7 +7,7 @@ and KV views, nothing about requests: everything it needs to know of a sequence 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final, Protocol, cast
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.ring import Doorbell
+from kvmesh.loading.config import ModelDescription
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -137,6 +138,11 @@ class ModelInfo:
     dtype: str
     eos_token_ids: frozenset[int]
     weight_bytes: int
+
+    @classmethod
+    def of(cls, described: ModelDescription, dtype: str) -> ModelInfo:
+        """A checkpoint's description, of a model that was loaded as `dtype`."""
+        return cls(dtype=dtype, **{part.name: getattr(described, part.name) for part in fields(described)})
 
 
 class Runner(Protocol):

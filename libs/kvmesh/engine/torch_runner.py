@@ -96,18 +96,7 @@ class TorchRunner:
             described = checkpoint.describe()
         finally:
             checkpoint.close()
-        info = ModelInfo(
-            name=described.name,
-            revision=described.revision,
-            architecture=described.architecture,
-            vocab_size=described.vocab_size,
-            max_model_len=described.max_model_len,
-            num_layers=described.num_layers,
-            dtype=dtype,
-            eos_token_ids=described.eos_token_ids,
-            weight_bytes=described.weight_bytes,
-        )
-        return cls(model, info, tp)
+        return cls(model, ModelInfo.of(described, dtype), tp)
 
     def layout(self, page_size: int, num_pages: int) -> KvLayout:
         """The architecture's one group, in the model's dtype."""

@@ -7,7 +7,7 @@ the same with compiled kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
@@ -78,6 +78,11 @@ class BlockWeights:
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
+
+    def to(self, device: torch.device) -> BlockWeights:
+        """The same on a device; what is there already is not copied."""
+        there = {part.name: getattr(self, part.name) for part in fields(self)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in there.items() if tensor is not None})
 
 
 class LlamaWeights:

@@ -22,23 +22,7 @@ from kvmesh.layers.cuda.pdl import available
 from kvmesh.layers.cuda.rope import rope_append
 from kvmesh.layers.cuda.skinny import MAX_ROWS, row_bucket, skinny_gate_up, skinny_linear, splits_for
 from kvmesh.loading.config import ModelConfig
-from kvmesh.models.llama import LlamaWeights, full_group
-
-
-@dataclass(frozen=True, slots=True)
-class CudaBlock:
-    """One layer's weights on the device: (out, in) matrices, as in `BlockWeights`."""
-
-    attn_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
-    mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+from kvmesh.models.llama import BlockWeights, LlamaWeights, full_group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,9 +110,6 @@ class CudaLlama:
         def here(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device)
 
-        def maybe(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else here(tensor)
-
         self.norm = here(weights.norm)
         # Whole on every rank: a collective a step costs more than its memory. The head is this rank's part;
         # `whole_head`, for the scores of prompts, is there on rank 0.
@@ -139,13 +120,7 @@ class CudaLlama:
         whole = self.embed if part is None else self._gathered(part)
         self.whole_head = whole[: c.vocab_size] if self.tp.rank == 0 else None
         del part, whole
-        self.blocks = [
-            CudaBlock(
-                here(b.attn_norm), here(b.qkv), maybe(b.qkv_bias), here(b.out), maybe(b.out_bias), here(b.mlp_norm),
-                here(b.gate_up), maybe(b.gate_up_bias), here(b.down), maybe(b.down_bias),
-            )
-            for b in weights.blocks()
-        ]  # fmt: skip
+        self.blocks = [block.to(device) for block in weights.blocks()]
         self.kv_group = full_group(c)
         self.q_width = self.heads * c.head_dim
         self.qkv_width = self.q_width + 2 * self.kv_heads * c.head_dim
@@ -259,7 +234,7 @@ class _Skinny:
         skinny_linear(x, weight, out, self._m, pdl=self._model.pdl)
         return out
 
-    def gate_up(self, x: torch.Tensor, block: CudaBlock) -> torch.Tensor:
+    def gate_up(self, x: torch.Tensor, block: BlockWeights) -> torch.Tensor:
         if block.gate_up_bias is not None:
             both = self.linear(x, block.gate_up).sum(0).add_(block.gate_up_bias).to(torch.bfloat16)
             silu_mul(both, self.act, pdl=False)
@@ -286,7 +261,7 @@ class _Blas:
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, weight.t())[None]
 
-    def gate_up(self, x: torch.Tensor, block: CudaBlock) -> torch.Tensor:
+    def gate_up(self, x: torch.Tensor, block: BlockWeights) -> torch.Tensor:
         both = torch.mm(x, block.gate_up.t())
         if block.gate_up_bias is not None:
             both += block.gate_up_bias

@@ -113,18 +113,7 @@ class CudaRunner:
             described = checkpoint.describe()
         finally:
             checkpoint.close()
-        info = ModelInfo(
-            name=described.name,
-            revision=described.revision,
-            architecture=described.architecture,
-            vocab_size=described.vocab_size,
-            max_model_len=described.max_model_len,
-            num_layers=described.num_layers,
-            dtype=dtype,
-            eos_token_ids=described.eos_token_ids,
-            weight_bytes=described.weight_bytes,
-        )
-        return cls(model, info, **options)
+        return cls(model, ModelInfo.of(described, dtype), **options)
 
     # -- memory
 
