@@ -19,9 +19,13 @@ HASH_BYTES = 16
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
+# Routers know prefixes by every 8th block: an eighth of the memory and of the events for a coarser match.
+CHAIN_STRIDE = 8
+
 _BASE = b"kvmesh-base-1"
 _REQUEST = b"kvmesh-request-1"
 _BLOCK = b"kvmesh-block-1"
+_PROMPT = b"kvmesh-prompt-1"
 
 
 def base_seed(model: str, revision: str, kv_dtype: str, policies: Mapping[str, str] | None = None) -> bytes:
@@ -74,6 +78,19 @@ def block_hashes(seed: bytes, tokens: Tokens, block_size: int) -> list[bytes]:
         seed = hash_block(seed, raw[at : at + step])
         hashes.append(seed)
     return hashes
+
+
+def chain_hashes(seed: bytes, tokens: Tokens, block_size: int) -> bytes:
+    """The hashes of blocks 8, 16, … (counted from 1), 16 bytes each, packed: what a router is told of a prompt.
+
+    seed: from `request_seed`. Raises InvalidArgument.
+    """
+    return b"".join(block_hashes(seed, tokens, block_size)[CHAIN_STRIDE - 1 :: CHAIN_STRIDE])
+
+
+def prompt_digest(tokens: Tokens) -> bytes:
+    """16 bytes for a whole prompt, token by token, whoever serves it. Raises InvalidArgument."""
+    return hashlib.blake2b(token_bytes(tokens), digest_size=HASH_BYTES, person=_PROMPT).digest()
 
 
 def _digest(person: bytes, fields: Sequence[bytes]) -> bytes:

@@ -54,6 +54,8 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 3
     WORKER_STATE_STALLED: _WorkerState.ValueType  # 4
     """Runnable work makes no progress, or the sidecar is gone."""
+    WORKER_STATE_CORDONED: _WorkerState.ValueType  # 5
+    """Serves what it has; routers place nothing new."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper): ...
 
@@ -63,6 +65,8 @@ WORKER_STATE_SERVING: WorkerState.ValueType  # 2
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 3
 WORKER_STATE_STALLED: WorkerState.ValueType  # 4
 """Runnable work makes no progress, or the sidecar is gone."""
+WORKER_STATE_CORDONED: WorkerState.ValueType  # 5
+"""Serves what it has; routers place nothing new."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
@@ -91,6 +95,8 @@ class WorkerInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     KV_FINGERPRINT_FIELD_NUMBER: _builtins.int
     TP_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name (host and role); the same after a restart."""
     incarnation: _builtins.int
@@ -120,8 +126,14 @@ class WorkerInfo(_message.Message):
     """KV layouts with equal ones can exchange tokens, whatever their page sizes and tp; empty: as layout_fingerprint says."""
     tp: _builtins.int
     """Ranks (processes) that share each layer; 0 is 1."""
+    speculation: _builtins.str
+    """Method of speculation and its draft, "" for none: prefill and decode of a pair agree on it."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Transports of the sidecar, in order of preference; empty: not told."""
+
     def __init__(
         self,
         *,
@@ -145,10 +157,12 @@ class WorkerInfo(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         kv_fingerprint: _builtins.bytes = ...,
         tp: _builtins.int = ...,
+        speculation: _builtins.str = ...,
+        transports: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "architecture", b"architecture", "base_seed", b"base_seed", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "kvtransfer_address", b"kvtransfer_address", "layout_fingerprint", b"layout_fingerprint", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "page_size", b"page_size", "revision", b"revision", "role", b"role", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "total_pages", b"total_pages", "tp", b"tp", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "architecture", b"architecture", "base_seed", b"base_seed", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "kvtransfer_address", b"kvtransfer_address", "layout_fingerprint", b"layout_fingerprint", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "page_size", b"page_size", "revision", b"revision", "role", b"role", "speculation", b"speculation", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "total_pages", b"total_pages", "tp", b"tp", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -295,6 +309,45 @@ class DrainRequest(_message.Message):
 Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
 @_typing.final
+class CordonRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CORDONED_FIELD_NUMBER: _builtins.int
+    cordoned: _builtins.bool
+    def __init__(
+        self,
+        *,
+        cordoned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cordoned", b"cordoned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CordonRequest: _TypeAlias = CordonRequest  # noqa: Y015
+
+@_typing.final
+class CordonResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INFO_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def info(self) -> Global___WorkerInfo: ...
+    def __init__(
+        self,
+        *,
+        info: Global___WorkerInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CordonResponse: _TypeAlias = CordonResponse  # noqa: Y015
+
+@_typing.final
 class DrainResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -363,6 +416,7 @@ class SubmitRequest(_message.Message):
     TOTAL_MS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    FIRST_CHOICE_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     request_id: _builtins.str
     """Unique over the mesh; chosen by the gateway."""
@@ -376,6 +430,10 @@ class SubmitRequest(_message.Message):
     cache_salt: _builtins.str
     priority: _builtins.int
     """Higher is more important; default 0. Growth preempts the lowest first."""
+    first_choice: _builtins.int
+    """Number of the first choice run here: noise and deltas are numbered from it. A request of several choices is healed
+    choice by choice, each as a submission of its own (an attempt number of its own, n = 1).
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, and for a healed request the tokens output so far: token_ids[prompt_len:] are replayed through penalties and
@@ -407,10 +465,11 @@ class SubmitRequest(_message.Message):
         total_ms: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
+        first_choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "gateway_id", b"gateway_id", "model", b"model", "prefill", b"prefill", "priority", b"priority", "prompt_len", b"prompt_len", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "first_choice", b"first_choice", "gateway_id", b"gateway_id", "model", b"model", "prefill", b"prefill", "priority", b"priority", "prompt_len", b"prompt_len", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,6 +51,11 @@ class EngineStub:
                 request_serializer=kvmesh_dot_v1_dot_engine__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_engine__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Cordon = channel.unary_unary(
+                '/kvmesh.v1.Engine/Cordon',
+                request_serializer=kvmesh_dot_v1_dot_engine__pb2.CordonRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_engine__pb2.CordonResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -78,6 +83,14 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Cordon(self, request, context):
+        """Cordon keeps new placements away, or lets them come again: what runs goes on, and a Submit that comes is served. The
+        worker holds the mark itself and tells every router by its state, so that it outlives any of them. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +108,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kvmesh_dot_v1_dot_engine__pb2.DrainRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_engine__pb2.DrainResponse.SerializeToString,
+            ),
+            'Cordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cordon,
+                    request_deserializer=kvmesh_dot_v1_dot_engine__pb2.CordonRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_engine__pb2.CordonResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +197,33 @@ class Engine:
             '/kvmesh.v1.Engine/Drain',
             kvmesh_dot_v1_dot_engine__pb2.DrainRequest.SerializeToString,
             kvmesh_dot_v1_dot_engine__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Engine/Cordon',
+            kvmesh_dot_v1_dot_engine__pb2.CordonRequest.SerializeToString,
+            kvmesh_dot_v1_dot_engine__pb2.CordonResponse.FromString,
             options,
             channel_credentials,
             insecure,

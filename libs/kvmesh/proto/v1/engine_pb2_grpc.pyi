@@ -43,6 +43,10 @@ class EngineStub:
     """Drain stops acceptance (readiness goes off) and reports progress until nothing runs. Cancelling the call does not
     resume acceptance.
     """
+    Cordon: _grpc.UnaryUnaryMultiCallable[_engine_pb2.CordonRequest, _engine_pb2.CordonResponse]
+    """Cordon keeps new placements away, or lets them come again: what runs goes on, and a Submit that comes is served. The
+    worker holds the mark itself and tells every router by its state, so that it outlives any of them. Idempotent.
+    """
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -55,6 +59,10 @@ class EngineAsyncStub(EngineStub):
     Drain: _aio.UnaryStreamMultiCallable[_engine_pb2.DrainRequest, _engine_pb2.DrainResponse]  # type: ignore[assignment]
     """Drain stops acceptance (readiness goes off) and reports progress until nothing runs. Cancelling the call does not
     resume acceptance.
+    """
+    Cordon: _aio.UnaryUnaryMultiCallable[_engine_pb2.CordonRequest, _engine_pb2.CordonResponse]  # type: ignore[assignment]
+    """Cordon keeps new placements away, or lets them come again: what runs goes on, and a Submit that comes is served. The
+    worker holds the mark itself and tells every router by its state, so that it outlives any of them. Idempotent.
     """
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
@@ -83,6 +91,16 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.DrainResponse], _abc.AsyncIterator[_engine_pb2.DrainResponse]]:
         """Drain stops acceptance (readiness goes off) and reports progress until nothing runs. Cancelling the call does not
         resume acceptance.
+        """
+
+    @_abc_1.abstractmethod
+    def Cordon(
+        self,
+        request: _engine_pb2.CordonRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.CordonResponse, _abc.Awaitable[_engine_pb2.CordonResponse]]:
+        """Cordon keeps new placements away, or lets them come again: what runs goes on, and a Submit that comes is served. The
+        worker holds the mark itself and tells every router by its state, so that it outlives any of them. Idempotent.
         """
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -283,6 +283,51 @@ class Limits(_message.Message):
 Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
+class CacheControl(_message.Message):
+    """Narrows the use of the answer cache for one request, within the tenant's rights. Like HTTP's Cache-Control."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NO_CACHE_FIELD_NUMBER: _builtins.int
+    NO_STORE_FIELD_NUMBER: _builtins.int
+    ONLY_IF_CACHED_FIELD_NUMBER: _builtins.int
+    MAX_AGE_S_FIELD_NUMBER: _builtins.int
+    TAU_FIELD_NUMBER: _builtins.int
+    no_cache: _builtins.bool
+    """Do not answer from the cache (the answer may still be stored)."""
+    no_store: _builtins.bool
+    """Do not store the answer, and do not let others follow this generation."""
+    only_if_cached: _builtins.bool
+    """Answer from the cache or fail with FAILED_PRECONDITION (reason NOT_CACHED); no worker is asked."""
+    max_age_s: _builtins.int
+    """Oldest answer that will do, in seconds. Default: whatever is kept."""
+    tau: _builtins.float
+    """Least cosine similarity of a semantic hit. Range [the tenant's threshold, 1]: a request may only be stricter."""
+    def __init__(
+        self,
+        *,
+        no_cache: _builtins.bool = ...,
+        no_store: _builtins.bool = ...,
+        only_if_cached: _builtins.bool = ...,
+        max_age_s: _builtins.int | None = ...,
+        tau: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_age_s", b"_max_age_s", "_tau", b"_tau", "max_age_s", b"max_age_s", "tau", b"tau"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_age_s", b"_max_age_s", "_tau", b"_tau", "max_age_s", b"max_age_s", "no_cache", b"no_cache", "no_store", b"no_store", "only_if_cached", b"only_if_cached", "tau", b"tau"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_age_s: _TypeAlias = _typing.Literal["max_age_s"]  # noqa: Y015
+    _WhichOneofArgType__max_age_s: _TypeAlias = _typing.Literal["_max_age_s", b"_max_age_s"]  # noqa: Y015
+    _WhichOneofReturnType__tau: _TypeAlias = _typing.Literal["tau"]  # noqa: Y015
+    _WhichOneofArgType__tau: _TypeAlias = _typing.Literal["_tau", b"_tau"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_age_s) -> _WhichOneofReturnType__max_age_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tau) -> _WhichOneofReturnType__tau | None: ...
+
+Global___CacheControl: _TypeAlias = CacheControl  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -294,6 +339,9 @@ class GenerateRequest(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    CACHE_CONTROL_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model, or an alias such as `auto`. Required."""
     text: _builtins.str
@@ -303,12 +351,18 @@ class GenerateRequest(_message.Message):
     """Chosen by the caller to be able to Abort; default: chosen by the gateway. ALREADY_EXISTS while it runs."""
     cache_salt: _builtins.str
     """Separates prefix and answer caches further; default none. Tenants share neither in any case."""
+    user: _builtins.str
+    """The caller's own end user: answers are never shared between users. At most 128 bytes."""
+    session_id: _builtins.str
+    """Requests of one session prefer one worker and keep their class of model. At most 128 bytes; default none."""
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
     def limits(self) -> Global___Limits: ...
+    @_builtins.property
+    def cache_control(self) -> Global___CacheControl: ...
     def __init__(
         self,
         *,
@@ -320,10 +374,13 @@ class GenerateRequest(_message.Message):
         cache: Global___CacheMode.ValueType = ...,
         request_id: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
+        cache_control: Global___CacheControl | None = ...,
+        user: _builtins.str = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_control", b"cache_control", "limits", b"limits", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "cache_salt", b"cache_salt", "limits", b"limits", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "cache_control", b"cache_control", "cache_salt", b"cache_salt", "limits", b"limits", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "tokens", b"tokens", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -385,10 +442,16 @@ class ChatRequest(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    CACHE_CONTROL_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     cache: Global___CacheMode.ValueType
     request_id: _builtins.str
     cache_salt: _builtins.str
+    user: _builtins.str
+    """See GenerateRequest."""
+    session_id: _builtins.str
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """At least one; the template appends the assistant's header."""
@@ -397,6 +460,8 @@ class ChatRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
     def limits(self) -> Global___Limits: ...
+    @_builtins.property
+    def cache_control(self) -> Global___CacheControl: ...
     def __init__(
         self,
         *,
@@ -407,10 +472,13 @@ class ChatRequest(_message.Message):
         cache: Global___CacheMode.ValueType = ...,
         request_id: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
+        cache_control: Global___CacheControl | None = ...,
+        user: _builtins.str = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_control", b"cache_control", "limits", b"limits", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "cache_salt", b"cache_salt", "limits", b"limits", "messages", b"messages", "model", b"model", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "cache_control", b"cache_control", "cache_salt", b"cache_salt", "limits", b"limits", "messages", b"messages", "model", b"model", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -703,6 +771,10 @@ class Served(_message.Message):
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     TTFT_MS_FIELD_NUMBER: _builtins.int
     TOTAL_MS_FIELD_NUMBER: _builtins.int
+    CACHE_AGE_S_FIELD_NUMBER: _builtins.int
+    CACHE_SIMILARITY_FIELD_NUMBER: _builtins.int
+    CACHE_PURGE_ID_FIELD_NUMBER: _builtins.int
+    HEALS_FIELD_NUMBER: _builtins.int
     decode_worker: _builtins.str
     prefill_worker: _builtins.str
     """Empty when the prompt was prefilled on the decode worker."""
@@ -711,7 +783,7 @@ class Served(_message.Message):
     transfer_bytes: _builtins.int
     """KV bytes that arrived at decode."""
     cache: _builtins.str
-    """`none`, `exact` or `semantic`."""
+    """`exact`, `semantic`, `follow` (shared with an identical request that ran), `miss` or `bypass`."""
     degraded: _builtins.bool
     """True when the gateway had to place without the router."""
     retries: _builtins.int
@@ -720,6 +792,12 @@ class Served(_message.Message):
     """Milliseconds since the gateway got the request."""
     ttft_ms: _builtins.float
     total_ms: _builtins.float
+    cache_age_s: _builtins.float
+    """Of a hit: its age in seconds, the cosine of the two questions, and the name by which the entry can be purged."""
+    cache_similarity: _builtins.float
+    cache_purge_id: _builtins.str
+    heals: _builtins.int
+    """Times the request went on elsewhere after a worker was lost in the middle."""
     def __init__(
         self,
         *,
@@ -733,10 +811,14 @@ class Served(_message.Message):
         queue_ms: _builtins.float = ...,
         ttft_ms: _builtins.float = ...,
         total_ms: _builtins.float = ...,
+        cache_age_s: _builtins.float = ...,
+        cache_similarity: _builtins.float = ...,
+        cache_purge_id: _builtins.str = ...,
+        heals: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "decode_worker", b"decode_worker", "degraded", b"degraded", "prefill_worker", b"prefill_worker", "queue_ms", b"queue_ms", "retries", b"retries", "total_ms", b"total_ms", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "cache_age_s", b"cache_age_s", "cache_purge_id", b"cache_purge_id", "cache_similarity", b"cache_similarity", "decode_worker", b"decode_worker", "degraded", b"degraded", "heals", b"heals", "prefill_worker", b"prefill_worker", "queue_ms", b"queue_ms", "retries", b"retries", "total_ms", b"total_ms", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

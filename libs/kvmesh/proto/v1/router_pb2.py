@@ -27,51 +27,73 @@ from kvmesh.proto.v1 import engine_pb2 as kvmesh_dot_v1_dot_engine__pb2
 from kvmesh.proto.v1 import inference_pb2 as kvmesh_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/router.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/engine.proto\x1a\x19kvmesh/v1/inference.proto\"\xe5\x02\n\x0cRouteRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\x12#\n\x05\x63\x61\x63he\x18\x06 \x01(\x0e\x32\x14.kvmesh.v1.CacheMode\x12\x10\n\x03tau\x18\x07 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12(\n\x08messages\x18\t \x03(\x0b\x32\x16.kvmesh.v1.ChatMessage\x12\x13\n\x0bprompt_text\x18\n \x01(\t\x12\x0f\n\x07ttft_ms\x18\x0b \x01(\r\x12\x10\n\x08total_ms\x18\x0c \x01(\r\x12\x17\n\x0f\x65xclude_workers\x18\r \x03(\t\x12\x10\n\x08priority\x18\x0e \x01(\x05\x42\x06\n\x04_tau\"\xba\x01\n\rRouteResponse\x12)\n\x06\x61nswer\x18\x01 \x01(\x0b\x32\x17.kvmesh.v1.CachedAnswerH\x00\x12)\n\tplacement\x18\x02 \x01(\x0b\x32\x14.kvmesh.v1.PlacementH\x00\x12#\n\x06\x66ollow\x18\x03 \x01(\x0b\x32\x11.kvmesh.v1.FlightH\x00\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x05 \x01(\tB\n\n\x08\x64\x65\x63ision\"~\n\x0c\x43\x61\x63hedAnswer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12(\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x17.kvmesh.v1.CachedChoice\x12\r\n\x05score\x18\x03 \x01(\x02\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x10\n\x08revision\x18\x05 \x01(\t\"_\n\x0c\x43\x61\x63hedChoice\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\"/\n\x06\x46light\x12\x11\n\tflight_id\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\"a\n\tPlacement\x12\x1d\n\x04pair\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Pair\x12#\n\nalternates\x18\x02 \x03(\x0b\x32\x0f.kvmesh.v1.Pair\x12\x10\n\x08revision\x18\x03 \x01(\t\"X\n\x04Pair\x12%\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerInfo\x12)\n\x07prefill\x18\x02 \x03(\x0b\x32\x18.kvmesh.v1.PrefillTarget\"\xe2\x01\n\rReportRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04\x63ode\x18\x03 \x01(\x05\x12\x1f\n\x05usage\x18\x04 \x01(\x0b\x32\x10.kvmesh.v1.Usage\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x06 \x01(\t\x12\'\n\x06\x61nswer\x18\x07 \x01(\x0b\x32\x17.kvmesh.v1.CachedAnswer\x12\x0f\n\x07ttft_ms\x18\x08 \x01(\x01\x12\x10\n\x08total_ms\x18\t \x01(\x01\"\x10\n\x0eReportResponse\"\"\n\x0cWatchRequest\x12\x12\n\nwatcher_id\x18\x01 \x01(\t\"\xeb\x01\n\rWatchResponse\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12(\n\x07workers\x18\x02 \x03(\x0b\x32\x17.kvmesh.v1.WorkerStatus\x12\x0f\n\x07removed\x18\x03 \x03(\t\x12%\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x16.kvmesh.v1.CacheStatus\x12\x36\n\x07\x61liases\x18\x05 \x03(\x0b\x32%.kvmesh.v1.WatchResponse.AliasesEntry\x1a.\n\x0c\x41liasesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"X\n\x0cWorkerStatus\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerInfo\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoad\"}\n\x0b\x43\x61\x63heStatus\x12\x10\n\x08redis_ok\x18\x01 \x01(\x08\x12\x10\n\x08\x65mbedder\x18\x02 \x01(\t\x12\x12\n\nexact_hits\x18\x03 \x01(\x04\x12\x15\n\rsemantic_hits\x18\x04 \x01(\x04\x12\x0e\n\x06misses\x18\x05 \x01(\x04\x12\x0f\n\x07\x65ntries\x18\x06 \x01(\x04\"\x91\x01\n\rAttachRequest\x12-\n\x0cregistration\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerInfoH\x00\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.LoadReportH\x00\x12!\n\x02kv\x18\x03 \x01(\x0b\x32\x13.kvmesh.v1.KvEventsH\x00\x42\x07\n\x05\x65vent\"H\n\nLoadReport\x12#\n\x04load\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoad\x12\x15\n\rseen_requests\x18\x02 \x03(\t\":\n\x08KvEvents\x12\x0e\n\x06stored\x18\x01 \x03(\x0c\x12\x0f\n\x07removed\x18\x02 \x03(\x0c\x12\r\n\x05reset\x18\x03 \x01(\x08\"#\n\x0e\x41ttachResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t2\x84\x02\n\x06Router\x12:\n\x05Route\x12\x17.kvmesh.v1.RouteRequest\x1a\x18.kvmesh.v1.RouteResponse\x12=\n\x06Report\x12\x18.kvmesh.v1.ReportRequest\x1a\x19.kvmesh.v1.ReportResponse\x12<\n\x05Watch\x12\x17.kvmesh.v1.WatchRequest\x1a\x18.kvmesh.v1.WatchResponse0\x01\x12\x41\n\x06\x41ttach\x12\x18.kvmesh.v1.AttachRequest\x1a\x19.kvmesh.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/router.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/engine.proto\x1a\x19kvmesh/v1/inference.proto\"\x8d\x05\n\x0cRouteRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x18\x01\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\x12#\n\x05\x63\x61\x63he\x18\x06 \x01(\x0e\x32\x14.kvmesh.v1.CacheMode\x12\x10\n\x03tau\x18\x07 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12(\n\x08messages\x18\t \x03(\x0b\x32\x16.kvmesh.v1.ChatMessage\x12\x13\n\x0bprompt_text\x18\n \x01(\t\x12\x0f\n\x07ttft_ms\x18\x0b \x01(\r\x12\x10\n\x08total_ms\x18\x0c \x01(\r\x12\x17\n\x0f\x65xclude_workers\x18\r \x03(\t\x12\x10\n\x08priority\x18\x0e \x01(\x05\x12\x15\n\rprompt_tokens\x18\x0f \x01(\r\x12\x15\n\rprompt_digest\x18\x10 \x01(\x0c\x12&\n\x06\x63hains\x18\x11 \x03(\x0b\x32\x16.kvmesh.v1.PrefixChain\x12\x0c\n\x04user\x18\x12 \x01(\t\x12.\n\rcache_control\x18\x13 \x01(\x0b\x32\x17.kvmesh.v1.CacheControl\x12\x12\n\nsession_id\x18\x14 \x01(\t\x12\x17\n\x0fpinned_revision\x18\x15 \x01(\t\x12\x18\n\x10pinned_tokenizer\x18\x16 \x01(\t\x12\x11\n\tno_flight\x18\x17 \x01(\x08\x12\x19\n\x11\x63lient_request_id\x18\x18 \x01(\t\x12\x19\n\x11\x63hains_incomplete\x18\x19 \x01(\x08\x42\x06\n\x04_tau\"D\n\x0bPrefixChain\x12\x11\n\tbase_seed\x18\x01 \x01(\x0c\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\"\xfd\x01\n\rRouteResponse\x12)\n\x06\x61nswer\x18\x01 \x01(\x0b\x32\x17.kvmesh.v1.CachedAnswerH\x00\x12)\n\tplacement\x18\x02 \x01(\x0b\x32\x14.kvmesh.v1.PlacementH\x00\x12#\n\x06\x66ollow\x18\x03 \x01(\x0b\x32\x11.kvmesh.v1.FlightH\x00\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x05 \x01(\t\x12\x1f\n\x04lead\x18\x06 \x01(\x0b\x32\x11.kvmesh.v1.Flight\x12\r\n\x05\x63\x61\x63he\x18\x07 \x01(\t\x12\x11\n\tshadow_id\x18\x08 \x01(\tB\n\n\x08\x64\x65\x63ision\"\xae\x01\n\x0c\x43\x61\x63hedAnswer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12(\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x17.kvmesh.v1.CachedChoice\x12\r\n\x05score\x18\x03 \x01(\x02\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x10\n\x08revision\x18\x05 \x01(\t\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\x12\x10\n\x08purge_id\x18\x07 \x01(\t\x12\r\n\x05model\x18\x08 \x01(\t\"_\n\x0c\x43\x61\x63hedChoice\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\"K\n\x06\x46light\x12\x11\n\tflight_id\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x04\x12\x0b\n\x03key\x18\x04 \x01(\t\"\xcd\x01\n\x0b\x46lightFrame\x12\r\n\x05token\x18\x01 \x01(\x04\x12)\n\x06opened\x18\x02 \x01(\x0b\x32\x17.kvmesh.v1.FlightOpenedH\x00\x12)\n\x06\x64\x65ltas\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.FlightDeltasH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.kvmesh.v1.FinishedH\x00\x12\'\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x16.kvmesh.v1.StreamErrorH\x00\x42\x07\n\x05\x65vent\"s\n\x0c\x46lightOpened\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\"6\n\x0c\x46lightDeltas\x12&\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x16.kvmesh.v1.FlightDelta\"F\n\x0b\x46lightDelta\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x1f\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.kvmesh.v1.Delta\"a\n\tPlacement\x12\x1d\n\x04pair\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Pair\x12#\n\nalternates\x18\x02 \x03(\x0b\x32\x0f.kvmesh.v1.Pair\x12\x10\n\x08revision\x18\x03 \x01(\t\"X\n\x04Pair\x12%\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerInfo\x12)\n\x07prefill\x18\x02 \x03(\x0b\x32\x18.kvmesh.v1.PrefillTarget\"\xb2\x02\n\rReportRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04\x63ode\x18\x03 \x01(\x05\x12\x1f\n\x05usage\x18\x04 \x01(\x0b\x32\x10.kvmesh.v1.Usage\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x06 \x01(\t\x12\'\n\x06\x61nswer\x18\x07 \x01(\x0b\x32\x17.kvmesh.v1.CachedAnswer\x12\x0f\n\x07ttft_ms\x18\x08 \x01(\x01\x12\x10\n\x08total_ms\x18\t \x01(\x01\x12+\n\x08\x66\x61ilures\x18\n \x03(\x0b\x32\x19.kvmesh.v1.AttemptFailure\x12!\n\x06\x66light\x18\x0b \x01(\x0b\x32\x11.kvmesh.v1.Flight\"F\n\x0e\x41ttemptFailure\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x03 \x01(\x05\"\x10\n\x0eReportResponse\"\"\n\x0cWatchRequest\x12\x12\n\nwatcher_id\x18\x01 \x01(\t\"\xeb\x01\n\rWatchResponse\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12(\n\x07workers\x18\x02 \x03(\x0b\x32\x17.kvmesh.v1.WorkerStatus\x12\x0f\n\x07removed\x18\x03 \x03(\t\x12%\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x16.kvmesh.v1.CacheStatus\x12\x36\n\x07\x61liases\x18\x05 \x03(\x0b\x32%.kvmesh.v1.WatchResponse.AliasesEntry\x1a.\n\x0c\x41liasesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"i\n\x0cWorkerStatus\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerInfo\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoad\x12\x0f\n\x07\x62reaker\x18\x03 \x01(\t\"\xd2\x01\n\x0b\x43\x61\x63heStatus\x12\x10\n\x08redis_ok\x18\x01 \x01(\x08\x12\x10\n\x08\x65mbedder\x18\x02 \x01(\t\x12\x12\n\nexact_hits\x18\x03 \x01(\x04\x12\x15\n\rsemantic_hits\x18\x04 \x01(\x04\x12\x0e\n\x06misses\x18\x05 \x01(\x04\x12\x0f\n\x07\x65ntries\x18\x06 \x01(\x04\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12\x12\n\npartitions\x18\x08 \x01(\x04\x12\x10\n\x08progress\x18\t \x01(\x01\x12\r\n\x05\x65poch\x18\n \x01(\x04\x12\x0f\n\x07\x66ollows\x18\x0b \x01(\x04\"\x91\x01\n\rAttachRequest\x12-\n\x0cregistration\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerInfoH\x00\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.LoadReportH\x00\x12!\n\x02kv\x18\x03 \x01(\x0b\x32\x13.kvmesh.v1.KvEventsH\x00\x42\x07\n\x05\x65vent\"H\n\nLoadReport\x12#\n\x04load\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoad\x12\x15\n\rseen_requests\x18\x02 \x03(\t\"\xa6\x01\n\x08KvEvents\x12\x12\n\x06stored\x18\x01 \x03(\x0c\x42\x02\x18\x01\x12\x13\n\x07removed\x18\x02 \x03(\x0c\x42\x02\x18\x01\x12\r\n\x05reset\x18\x03 \x01(\x08\x12\x15\n\rstored_packed\x18\x04 \x01(\x0c\x12\x16\n\x0eremoved_packed\x18\x05 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x06 \x01(\x04\x12\x10\n\x08sequence\x18\x07 \x01(\x04\x12\x0c\n\x04more\x18\x08 \x01(\x08\":\n\x0e\x41ttachResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x15\n\rneed_snapshot\x18\x02 \x01(\x08\"Q\n\x13ReportShadowRequest\x12\x11\n\tshadow_id\x18\x01 \x01(\t\x12\'\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x17.kvmesh.v1.CachedAnswer\"\x16\n\x14ReportShadowResponse2\xd5\x02\n\x06Router\x12:\n\x05Route\x12\x17.kvmesh.v1.RouteRequest\x1a\x18.kvmesh.v1.RouteResponse\x12=\n\x06Report\x12\x18.kvmesh.v1.ReportRequest\x1a\x19.kvmesh.v1.ReportResponse\x12<\n\x05Watch\x12\x17.kvmesh.v1.WatchRequest\x1a\x18.kvmesh.v1.WatchResponse0\x01\x12\x41\n\x06\x41ttach\x12\x18.kvmesh.v1.AttachRequest\x1a\x19.kvmesh.v1.AttachResponse(\x01\x30\x01\x12O\n\x0cReportShadow\x12\x1e.kvmesh.v1.ReportShadowRequest\x1a\x1f.kvmesh.v1.ReportShadowResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.proto.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ROUTEREQUEST'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_ROUTEREQUEST'].fields_by_name['token_ids']._serialized_options = b'\030\001'
   _globals['_WATCHRESPONSE_ALIASESENTRY']._loaded_options = None
   _globals['_WATCHRESPONSE_ALIASESENTRY']._serialized_options = b'8\001'
+  _globals['_KVEVENTS'].fields_by_name['stored']._loaded_options = None
+  _globals['_KVEVENTS'].fields_by_name['stored']._serialized_options = b'\030\001'
+  _globals['_KVEVENTS'].fields_by_name['removed']._loaded_options = None
+  _globals['_KVEVENTS'].fields_by_name['removed']._serialized_options = b'\030\001'
   _globals['_ROUTEREQUEST']._serialized_start=89
-  _globals['_ROUTEREQUEST']._serialized_end=446
-  _globals['_ROUTERESPONSE']._serialized_start=449
-  _globals['_ROUTERESPONSE']._serialized_end=635
-  _globals['_CACHEDANSWER']._serialized_start=637
-  _globals['_CACHEDANSWER']._serialized_end=763
-  _globals['_CACHEDCHOICE']._serialized_start=765
-  _globals['_CACHEDCHOICE']._serialized_end=860
-  _globals['_FLIGHT']._serialized_start=862
-  _globals['_FLIGHT']._serialized_end=909
-  _globals['_PLACEMENT']._serialized_start=911
-  _globals['_PLACEMENT']._serialized_end=1008
-  _globals['_PAIR']._serialized_start=1010
-  _globals['_PAIR']._serialized_end=1098
-  _globals['_REPORTREQUEST']._serialized_start=1101
-  _globals['_REPORTREQUEST']._serialized_end=1327
-  _globals['_REPORTRESPONSE']._serialized_start=1329
-  _globals['_REPORTRESPONSE']._serialized_end=1345
-  _globals['_WATCHREQUEST']._serialized_start=1347
-  _globals['_WATCHREQUEST']._serialized_end=1381
-  _globals['_WATCHRESPONSE']._serialized_start=1384
-  _globals['_WATCHRESPONSE']._serialized_end=1619
-  _globals['_WATCHRESPONSE_ALIASESENTRY']._serialized_start=1573
-  _globals['_WATCHRESPONSE_ALIASESENTRY']._serialized_end=1619
-  _globals['_WORKERSTATUS']._serialized_start=1621
-  _globals['_WORKERSTATUS']._serialized_end=1709
-  _globals['_CACHESTATUS']._serialized_start=1711
-  _globals['_CACHESTATUS']._serialized_end=1836
-  _globals['_ATTACHREQUEST']._serialized_start=1839
-  _globals['_ATTACHREQUEST']._serialized_end=1984
-  _globals['_LOADREPORT']._serialized_start=1986
-  _globals['_LOADREPORT']._serialized_end=2058
-  _globals['_KVEVENTS']._serialized_start=2060
-  _globals['_KVEVENTS']._serialized_end=2118
-  _globals['_ATTACHRESPONSE']._serialized_start=2120
-  _globals['_ATTACHRESPONSE']._serialized_end=2155
-  _globals['_ROUTER']._serialized_start=2158
-  _globals['_ROUTER']._serialized_end=2418
+  _globals['_ROUTEREQUEST']._serialized_end=742
+  _globals['_PREFIXCHAIN']._serialized_start=744
+  _globals['_PREFIXCHAIN']._serialized_end=812
+  _globals['_ROUTERESPONSE']._serialized_start=815
+  _globals['_ROUTERESPONSE']._serialized_end=1068
+  _globals['_CACHEDANSWER']._serialized_start=1071
+  _globals['_CACHEDANSWER']._serialized_end=1245
+  _globals['_CACHEDCHOICE']._serialized_start=1247
+  _globals['_CACHEDCHOICE']._serialized_end=1342
+  _globals['_FLIGHT']._serialized_start=1344
+  _globals['_FLIGHT']._serialized_end=1419
+  _globals['_FLIGHTFRAME']._serialized_start=1422
+  _globals['_FLIGHTFRAME']._serialized_end=1627
+  _globals['_FLIGHTOPENED']._serialized_start=1629
+  _globals['_FLIGHTOPENED']._serialized_end=1744
+  _globals['_FLIGHTDELTAS']._serialized_start=1746
+  _globals['_FLIGHTDELTAS']._serialized_end=1800
+  _globals['_FLIGHTDELTA']._serialized_start=1802
+  _globals['_FLIGHTDELTA']._serialized_end=1872
+  _globals['_PLACEMENT']._serialized_start=1874
+  _globals['_PLACEMENT']._serialized_end=1971
+  _globals['_PAIR']._serialized_start=1973
+  _globals['_PAIR']._serialized_end=2061
+  _globals['_REPORTREQUEST']._serialized_start=2064
+  _globals['_REPORTREQUEST']._serialized_end=2370
+  _globals['_ATTEMPTFAILURE']._serialized_start=2372
+  _globals['_ATTEMPTFAILURE']._serialized_end=2442
+  _globals['_REPORTRESPONSE']._serialized_start=2444
+  _globals['_REPORTRESPONSE']._serialized_end=2460
+  _globals['_WATCHREQUEST']._serialized_start=2462
+  _globals['_WATCHREQUEST']._serialized_end=2496
+  _globals['_WATCHRESPONSE']._serialized_start=2499
+  _globals['_WATCHRESPONSE']._serialized_end=2734
+  _globals['_WATCHRESPONSE_ALIASESENTRY']._serialized_start=2688
+  _globals['_WATCHRESPONSE_ALIASESENTRY']._serialized_end=2734
+  _globals['_WORKERSTATUS']._serialized_start=2736
+  _globals['_WORKERSTATUS']._serialized_end=2841
+  _globals['_CACHESTATUS']._serialized_start=2844
+  _globals['_CACHESTATUS']._serialized_end=3054
+  _globals['_ATTACHREQUEST']._serialized_start=3057
+  _globals['_ATTACHREQUEST']._serialized_end=3202
+  _globals['_LOADREPORT']._serialized_start=3204
+  _globals['_LOADREPORT']._serialized_end=3276
+  _globals['_KVEVENTS']._serialized_start=3279
+  _globals['_KVEVENTS']._serialized_end=3445
+  _globals['_ATTACHRESPONSE']._serialized_start=3447
+  _globals['_ATTACHRESPONSE']._serialized_end=3505
+  _globals['_REPORTSHADOWREQUEST']._serialized_start=3507
+  _globals['_REPORTSHADOWREQUEST']._serialized_end=3588
+  _globals['_REPORTSHADOWRESPONSE']._serialized_start=3590
+  _globals['_REPORTSHADOWRESPONSE']._serialized_end=3612
+  _globals['_ROUTER']._serialized_start=3615
+  _globals['_ROUTER']._serialized_end=3956
 # @@protoc_insertion_point(module_scope)

@@ -19,6 +19,11 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
@@ -41,6 +46,17 @@ class RouteRequest(_message.Message):
     TOTAL_MS_FIELD_NUMBER: _builtins.int
     EXCLUDE_WORKERS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
+    CHAINS_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    CACHE_CONTROL_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    PINNED_REVISION_FIELD_NUMBER: _builtins.int
+    PINNED_TOKENIZER_FIELD_NUMBER: _builtins.int
+    NO_FLIGHT_FIELD_NUMBER: _builtins.int
+    CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CHAINS_INCOMPLETE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     gateway_id: _builtins.str
     model: _builtins.str
@@ -55,9 +71,25 @@ class RouteRequest(_message.Message):
     """Remaining milliseconds."""
     total_ms: _builtins.int
     priority: _builtins.int
+    prompt_tokens: _builtins.int
+    """Length of the rendered prompt."""
+    prompt_digest: _builtins.bytes
+    """16 bytes, `kvmesh.kv.hashing.prompt_digest`: equal prompts, token by token."""
+    user: _builtins.str
+    session_id: _builtins.str
+    pinned_revision: _builtins.str
+    """Of a request that has output already: the only revision and tokenizer that may go on with it."""
+    pinned_tokenizer: _builtins.str
+    no_flight: _builtins.bool
+    """True: neither lead nor follow a flight."""
+    client_request_id: _builtins.str
+    """The client's own request id, by which `kvmesh router explain` finds the decision."""
+    chains_incomplete: _builtins.bool
+    """Base seeds of workers were not known when the chains were made: placement goes by load alone."""
     @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Rendered prompt's tokens."""
+        """Not sent any more: a router needs no tokens (see chains, prompt_tokens and prompt_digest) and ignores them."""
 
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams: ...
@@ -69,6 +101,12 @@ class RouteRequest(_message.Message):
     def exclude_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers not to be named again (they failed this request)."""
 
+    @_builtins.property
+    def chains(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixChain]:
+        """The prompt as workers' prefix caches name it: one chain per (base seed, block size) among the workers of the model."""
+
+    @_builtins.property
+    def cache_control(self) -> _inference_pb2.CacheControl: ...
     def __init__(
         self,
         *,
@@ -86,16 +124,55 @@ class RouteRequest(_message.Message):
         total_ms: _builtins.int = ...,
         exclude_workers: _abc.Iterable[_builtins.str] | None = ...,
         priority: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        prompt_digest: _builtins.bytes = ...,
+        chains: _abc.Iterable[Global___PrefixChain] | None = ...,
+        user: _builtins.str = ...,
+        cache_control: _inference_pb2.CacheControl | None = ...,
+        session_id: _builtins.str = ...,
+        pinned_revision: _builtins.str = ...,
+        pinned_tokenizer: _builtins.str = ...,
+        no_flight: _builtins.bool = ...,
+        client_request_id: _builtins.str = ...,
+        chains_incomplete: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tau", b"_tau", "sampling", b"sampling", "tau", b"tau"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tau", b"_tau", "cache_control", b"cache_control", "sampling", b"sampling", "tau", b"tau"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tau", b"_tau", "cache", b"cache", "cache_salt", b"cache_salt", "exclude_workers", b"exclude_workers", "gateway_id", b"gateway_id", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt_text", b"prompt_text", "request_id", b"request_id", "sampling", b"sampling", "tau", b"tau", "token_ids", b"token_ids", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tau", b"_tau", "cache", b"cache", "cache_control", b"cache_control", "cache_salt", b"cache_salt", "chains", b"chains", "chains_incomplete", b"chains_incomplete", "client_request_id", b"client_request_id", "exclude_workers", b"exclude_workers", "gateway_id", b"gateway_id", "messages", b"messages", "model", b"model", "no_flight", b"no_flight", "pinned_revision", b"pinned_revision", "pinned_tokenizer", b"pinned_tokenizer", "priority", b"priority", "prompt_digest", b"prompt_digest", "prompt_text", b"prompt_text", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "tau", b"tau", "token_ids", b"token_ids", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tau: _TypeAlias = _typing.Literal["tau"]  # noqa: Y015
     _WhichOneofArgType__tau: _TypeAlias = _typing.Literal["_tau", b"_tau"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tau) -> _WhichOneofReturnType__tau | None: ...
 
 Global___RouteRequest: _TypeAlias = RouteRequest  # noqa: Y015
+
+@_typing.final
+class PrefixChain(_message.Message):
+    """Hashes of every 8th block of a prompt (blocks 8, 16, ... counted from 1), each naming the whole prefix up to its end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_SEED_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    base_seed: _builtins.bytes
+    block_size: _builtins.int
+    hashes: _builtins.bytes
+    """16 bytes each."""
+    def __init__(
+        self,
+        *,
+        base_seed: _builtins.bytes = ...,
+        block_size: _builtins.int = ...,
+        hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_seed", b"base_seed", "block_size", b"block_size", "hashes", b"hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixChain: _TypeAlias = PrefixChain  # noqa: Y015
 
 @_typing.final
 class RouteResponse(_message.Message):
@@ -106,16 +183,29 @@ class RouteResponse(_message.Message):
     FOLLOW_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     DECISION_ID_FIELD_NUMBER: _builtins.int
+    LEAD_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    SHADOW_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model that serves (aliases resolved)."""
     decision_id: _builtins.str
     """Goes back in Report; binds the report to this decision."""
+    cache: _builtins.str
+    """What the cache did: `exact`, `semantic`, `follow`, `miss` or `bypass`."""
+    shadow_id: _builtins.str
+    """With a semantic answer: ask a worker again in the background, at the lowest priority, and send what comes with
+    ReportShadow. Empty: no.
+    """
     @_builtins.property
     def answer(self) -> Global___CachedAnswer: ...
     @_builtins.property
     def placement(self) -> Global___Placement: ...
     @_builtins.property
     def follow(self) -> Global___Flight: ...
+    @_builtins.property
+    def lead(self) -> Global___Flight:
+        """With a placement: this request leads a flight, its gateway owns the generation and lets others follow."""
+
     def __init__(
         self,
         *,
@@ -124,10 +214,13 @@ class RouteResponse(_message.Message):
         follow: Global___Flight | None = ...,
         model: _builtins.str = ...,
         decision_id: _builtins.str = ...,
+        lead: Global___Flight | None = ...,
+        cache: _builtins.str = ...,
+        shadow_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "decision", b"decision", "follow", b"follow", "placement", b"placement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "decision", b"decision", "follow", b"follow", "lead", b"lead", "placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "decision", b"decision", "decision_id", b"decision_id", "follow", b"follow", "model", b"model", "placement", b"placement"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cache", b"cache", "decision", b"decision", "decision_id", b"decision_id", "follow", b"follow", "lead", b"lead", "model", b"model", "placement", b"placement", "shadow_id", b"shadow_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_decision: _TypeAlias = _typing.Literal["answer", "placement", "follow"]  # noqa: Y015
     _WhichOneofArgType_decision: _TypeAlias = _typing.Literal["decision", b"decision"]  # noqa: Y015
@@ -146,12 +239,20 @@ class CachedAnswer(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    PURGE_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """`exact` or `semantic`."""
     score: _builtins.float
     """Cosine similarity for semantic hits, 1 for exact ones."""
     prompt_tokens: _builtins.int
     revision: _builtins.str
+    age_s: _builtins.float
+    """Seconds since it was stored."""
+    purge_id: _builtins.str
+    """Name by which this entry can be purged."""
+    model: _builtins.str
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedChoice]: ...
     def __init__(
@@ -162,10 +263,13 @@ class CachedAnswer(_message.Message):
         score: _builtins.float = ...,
         prompt_tokens: _builtins.int = ...,
         revision: _builtins.str = ...,
+        age_s: _builtins.float = ...,
+        purge_id: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "kind", b"kind", "prompt_tokens", b"prompt_tokens", "revision", b"revision", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "choices", b"choices", "kind", b"kind", "model", b"model", "prompt_tokens", b"prompt_tokens", "purge_id", b"purge_id", "revision", b"revision", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -199,29 +303,160 @@ Global___CachedChoice: _TypeAlias = CachedChoice  # noqa: Y015
 
 @_typing.final
 class Flight(_message.Message):
-    """An identical request is running; a later version of the router answers with it. Gateways treat it as a placement-less
-    answer and ask again with cache off when they cannot follow.
+    """A generation that several requests share. Its frames are in a Redis stream, written by the leader's gateway while
+    anybody follows. A gateway that cannot follow asks again with no_flight.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FLIGHT_ID_FIELD_NUMBER: _builtins.int
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     flight_id: _builtins.str
     gateway_id: _builtins.str
+    """The gateway that owns the generation."""
+    token: _builtins.int
+    """Fencing token: a write under an older one is refused."""
+    key: _builtins.str
+    """Prefix of the flight's keys in Redis, hash tag included."""
     def __init__(
         self,
         *,
         flight_id: _builtins.str = ...,
         gateway_id: _builtins.str = ...,
+        token: _builtins.int = ...,
+        key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["flight_id", b"flight_id", "gateway_id", b"gateway_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flight_id", b"flight_id", "gateway_id", b"gateway_id", "key", b"key", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Flight: _TypeAlias = Flight  # noqa: Y015
+
+@_typing.final
+class FlightFrame(_message.Message):
+    """One entry of a flight's stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    @_builtins.property
+    def opened(self) -> Global___FlightOpened:
+        """First entry of every leader."""
+
+    @_builtins.property
+    def deltas(self) -> Global___FlightDeltas:
+        """New output, coalesced."""
+
+    @_builtins.property
+    def finished(self) -> _inference_pb2.Finished:
+        """Terminal: every choice has ended."""
+
+    @_builtins.property
+    def error(self) -> _inference_pb2.StreamError:
+        """Terminal."""
+
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        opened: Global___FlightOpened | None = ...,
+        deltas: Global___FlightDeltas | None = ...,
+        finished: _inference_pb2.Finished | None = ...,
+        error: _inference_pb2.StreamError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "error", b"error", "event", b"event", "finished", b"finished", "opened", b"opened"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "error", b"error", "event", b"event", "finished", b"finished", "opened", b"opened", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opened", "deltas", "finished", "error"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___FlightFrame: _TypeAlias = FlightFrame  # noqa: Y015
+
+@_typing.final
+class FlightOpened(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    revision: _builtins.str
+    tokenizer_fingerprint: _builtins.str
+    seed: _builtins.int
+    prompt_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        revision: _builtins.str = ...,
+        tokenizer_fingerprint: _builtins.str = ...,
+        seed: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "revision", b"revision", "seed", b"seed", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlightOpened: _TypeAlias = FlightOpened  # noqa: Y015
+
+@_typing.final
+class FlightDeltas(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELTAS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlightDelta]: ...
+    def __init__(
+        self,
+        *,
+        deltas: _abc.Iterable[Global___FlightDelta] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlightDeltas: _TypeAlias = FlightDeltas  # noqa: Y015
+
+@_typing.final
+class FlightDelta(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    first_position: _builtins.int
+    """Output index of delta.token_ids[0] in its choice: what a follower has already is skipped."""
+    @_builtins.property
+    def delta(self) -> _inference_pb2.Delta: ...
+    def __init__(
+        self,
+        *,
+        first_position: _builtins.int = ...,
+        delta: _inference_pb2.Delta | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "first_position", b"first_position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlightDelta: _TypeAlias = FlightDelta  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):
@@ -293,6 +528,8 @@ class ReportRequest(_message.Message):
     ANSWER_FIELD_NUMBER: _builtins.int
     TTFT_MS_FIELD_NUMBER: _builtins.int
     TOTAL_MS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    FLIGHT_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     request_id: _builtins.str
     code: _builtins.int
@@ -307,6 +544,14 @@ class ReportRequest(_message.Message):
     def answer(self) -> Global___CachedAnswer:
         """The answer to remember; only complete answers (every choice ended by stop) are stored. Absent: nothing to store."""
 
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttemptFailure]:
+        """Workers that failed this request, healed or not: what breakers count. A client's own errors are not among them."""
+
+    @_builtins.property
+    def flight(self) -> Global___Flight:
+        """Of a leader: its flight ends with this report."""
+
     def __init__(
         self,
         *,
@@ -319,14 +564,42 @@ class ReportRequest(_message.Message):
         answer: Global___CachedAnswer | None = ...,
         ttft_ms: _builtins.float = ...,
         total_ms: _builtins.float = ...,
+        failures: _abc.Iterable[Global___AttemptFailure] | None = ...,
+        flight: Global___Flight | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "flight", b"flight", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "code", b"code", "decision_id", b"decision_id", "decode_worker", b"decode_worker", "prefill_worker", b"prefill_worker", "request_id", b"request_id", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "code", b"code", "decision_id", b"decision_id", "decode_worker", b"decode_worker", "failures", b"failures", "flight", b"flight", "prefill_worker", b"prefill_worker", "request_id", b"request_id", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
+
+@_typing.final
+class AttemptFailure(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    incarnation: _builtins.int
+    code: _builtins.int
+    """google.rpc.Code."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        code: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttemptFailure: _TypeAlias = AttemptFailure  # noqa: Y015
 
 @_typing.final
 class ReportResponse(_message.Message):
@@ -432,6 +705,9 @@ class WorkerStatus(_message.Message):
 
     INFO_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    BREAKER_FIELD_NUMBER: _builtins.int
+    breaker: _builtins.str
+    """`closed`, `open` (nothing is placed) or `half_open` (one request at a time is let through)."""
     @_builtins.property
     def info(self) -> _engine_pb2.WorkerInfo: ...
     @_builtins.property
@@ -441,10 +717,11 @@ class WorkerStatus(_message.Message):
         *,
         info: _engine_pb2.WorkerInfo | None = ...,
         load: _engine_pb2.WorkerLoad | None = ...,
+        breaker: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "info", b"info", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -460,6 +737,11 @@ class CacheStatus(_message.Message):
     SEMANTIC_HITS_FIELD_NUMBER: _builtins.int
     MISSES_FIELD_NUMBER: _builtins.int
     ENTRIES_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    FOLLOWS_FIELD_NUMBER: _builtins.int
     redis_ok: _builtins.bool
     embedder: _builtins.str
     """`minilm`, `none`, ..."""
@@ -467,6 +749,12 @@ class CacheStatus(_message.Message):
     semantic_hits: _builtins.int
     misses: _builtins.int
     entries: _builtins.int
+    bytes: _builtins.int
+    partitions: _builtins.int
+    progress: _builtins.float
+    """Of a rebuild from Redis: 0 to 1."""
+    epoch: _builtins.int
+    follows: _builtins.int
     def __init__(
         self,
         *,
@@ -476,10 +764,15 @@ class CacheStatus(_message.Message):
         semantic_hits: _builtins.int = ...,
         misses: _builtins.int = ...,
         entries: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        partitions: _builtins.int = ...,
+        progress: _builtins.float = ...,
+        epoch: _builtins.int = ...,
+        follows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedder", b"embedder", "entries", b"entries", "exact_hits", b"exact_hits", "misses", b"misses", "redis_ok", b"redis_ok", "semantic_hits", b"semantic_hits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "embedder", b"embedder", "entries", b"entries", "epoch", b"epoch", "exact_hits", b"exact_hits", "follows", b"follows", "misses", b"misses", "partitions", b"partitions", "progress", b"progress", "redis_ok", b"redis_ok", "semantic_hits", b"semantic_hits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -552,11 +845,28 @@ class KvEvents(_message.Message):
     STORED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
+    STORED_PACKED_FIELD_NUMBER: _builtins.int
+    REMOVED_PACKED_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     reset: _builtins.bool
     """True: forget what was known of this worker first."""
+    stored_packed: _builtins.bytes
+    """Hashes of every 8th block of a chain, 16 bytes each. Within a message removals are applied first."""
+    removed_packed: _builtins.bytes
+    incarnation: _builtins.int
+    sequence: _builtins.int
+    """Number of this message on the stream, from 1, without gaps; after a gap the router asks for a snapshot."""
+    more: _builtins.bool
+    """True while a snapshot goes on in the next message: its blocks count when the last part is there."""
     @_builtins.property
-    def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Not sent any more: see stored_packed and removed_packed."""
+
     @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
         self,
@@ -564,10 +874,15 @@ class KvEvents(_message.Message):
         stored: _abc.Iterable[_builtins.bytes] | None = ...,
         removed: _abc.Iterable[_builtins.bytes] | None = ...,
         reset: _builtins.bool = ...,
+        stored_packed: _builtins.bytes = ...,
+        removed_packed: _builtins.bytes = ...,
+        incarnation: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed", "reset", b"reset", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "more", b"more", "removed", b"removed", "removed_packed", b"removed_packed", "reset", b"reset", "sequence", b"sequence", "stored", b"stored", "stored_packed", b"stored_packed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -578,17 +893,61 @@ class AttachResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    NEED_SNAPSHOT_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """The router's own name; sent at registration and as heartbeat each second."""
+    need_snapshot: _builtins.bool
+    """Events are missing: begin again with reset."""
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
+        need_snapshot: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["need_snapshot", b"need_snapshot", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
+
+@_typing.final
+class ReportShadowRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHADOW_ID_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    shadow_id: _builtins.str
+    @_builtins.property
+    def answer(self) -> Global___CachedAnswer:
+        """Absent: the shadow could not be asked."""
+
+    def __init__(
+        self,
+        *,
+        shadow_id: _builtins.str = ...,
+        answer: Global___CachedAnswer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "shadow_id", b"shadow_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportShadowRequest: _TypeAlias = ReportShadowRequest  # noqa: Y015
+
+@_typing.final
+class ReportShadowResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportShadowResponse: _TypeAlias = ReportShadowResponse  # noqa: Y015

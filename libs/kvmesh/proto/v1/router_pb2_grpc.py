@@ -55,6 +55,11 @@ class RouterStub:
                 request_serializer=kvmesh_dot_v1_dot_router__pb2.AttachRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_router__pb2.AttachResponse.FromString,
                 _registered_method=True)
+        self.ReportShadow = channel.unary_unary(
+                '/kvmesh.v1.Router/ReportShadow',
+                request_serializer=kvmesh_dot_v1_dot_router__pb2.ReportShadowRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_router__pb2.ReportShadowResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -90,6 +95,13 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportShadow(self, request, context):
+        """ReportShadow brings the answer to a shadowed hit; the router judges whether the hit was right.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +124,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=kvmesh_dot_v1_dot_router__pb2.AttachRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_router__pb2.AttachResponse.SerializeToString,
+            ),
+            'ReportShadow': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportShadow,
+                    request_deserializer=kvmesh_dot_v1_dot_router__pb2.ReportShadowRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_router__pb2.ReportShadowResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +239,33 @@ class Router:
             '/kvmesh.v1.Router/Attach',
             kvmesh_dot_v1_dot_router__pb2.AttachRequest.SerializeToString,
             kvmesh_dot_v1_dot_router__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportShadow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Router/ReportShadow',
+            kvmesh_dot_v1_dot_router__pb2.ReportShadowRequest.SerializeToString,
+            kvmesh_dot_v1_dot_router__pb2.ReportShadowResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,8 @@ class RouterStub:
     """Attach is a worker's one stream to this router: registration first, then load every 200 ms and KV events. The end of
     the stream, or 3 s of silence, takes the worker out of the fleet.
     """
+    ReportShadow: _grpc.UnaryUnaryMultiCallable[_router_pb2.ReportShadowRequest, _router_pb2.ReportShadowResponse]
+    """ReportShadow brings the answer to a shadowed hit; the router judges whether the hit was right."""
 
 @_typing.type_check_only
 class RouterAsyncStub(RouterStub):
@@ -60,6 +62,8 @@ class RouterAsyncStub(RouterStub):
     """Attach is a worker's one stream to this router: registration first, then load every 200 ms and KV events. The end of
     the stream, or 3 s of silence, takes the worker out of the fleet.
     """
+    ReportShadow: _aio.UnaryUnaryMultiCallable[_router_pb2.ReportShadowRequest, _router_pb2.ReportShadowResponse]  # type: ignore[assignment]
+    """ReportShadow brings the answer to a shadowed hit; the router judges whether the hit was right."""
 
 class RouterServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -97,5 +101,13 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         """Attach is a worker's one stream to this router: registration first, then load every 200 ms and KV events. The end of
         the stream, or 3 s of silence, takes the worker out of the fleet.
         """
+
+    @_abc_1.abstractmethod
+    def ReportShadow(
+        self,
+        request: _router_pb2.ReportShadowRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ReportShadowResponse, _abc.Awaitable[_router_pb2.ReportShadowResponse]]:
+        """ReportShadow brings the answer to a shadowed hit; the router judges whether the hit was right."""
 
 def add_RouterServicer_to_server(servicer: RouterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
