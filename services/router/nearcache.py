@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from services.router.embedder import Embedder, Vector
 from services.router.fingerprint import CacheKey
-from services.router.guards import refusal
+from services.router.match.guards import refusal
 from services.router.near import Entry, NearIndex
 
 log = logging.getLogger(__name__)

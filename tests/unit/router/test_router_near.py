@@ -23,7 +23,7 @@ from router_helpers import FakeClock
 from services.router import nearcache
 from services.router.embedder import Embedder, HashEmbedder, MiniLmEmbedder, Vector, load_embedder
 from services.router.fingerprint import CacheKey
-from services.router.guards import read, refusal
+from services.router.match.guards import read, refusal
 from services.router.near import Entry, NearIndex
 from services.router.nearcache import Found, NearCache
 

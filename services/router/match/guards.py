@@ -11,7 +11,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
-from services.router.wordlists import (
+from services.router.match.wordlists import (
     ANTONYMS,
     AUXILIARIES,
     FILLERS,

@@ -1,0 +1,1 @@
+"""Whether two questions that embed alike may share an answer."""
