@@ -10,10 +10,10 @@ from kvmesh.config import RouterSettings
 from kvmesh.proto.v1 import inference_pb2, router_pb2
 from kvmesh.telemetry import metrics, names, tracing
 from services.router import answers
-from services.router.embedder import load_embedder
 from services.router.exact import ExactCache
 from services.router.fingerprint import CacheKey
-from services.router.nearcache import NearCache
+from services.router.near.embedder import load_embedder
+from services.router.near.nearcache import NearCache
 
 NEAR_MAX_BYTES = 256 << 20
 STORE_TIMEOUT_S = 2.0

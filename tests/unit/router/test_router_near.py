@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from kvmesh.errors import FailedPrecondition
 from near_pairs import DIFFERENT, SAME
 from router_helpers import FakeClock
-from services.router import nearcache
-from services.router.embedder import Embedder, HashEmbedder, MiniLmEmbedder, Vector, load_embedder
 from services.router.fingerprint import CacheKey
 from services.router.match.guards import read, refusal
-from services.router.near import Entry, NearIndex
-from services.router.nearcache import Found, NearCache
+from services.router.near import nearcache
+from services.router.near.embedder import Embedder, HashEmbedder, MiniLmEmbedder, Vector, load_embedder
+from services.router.near.index import Entry, NearIndex
+from services.router.near.nearcache import Found, NearCache
 
 DIM = HashEmbedder.dim
 
@@ -77,7 +77,7 @@ def test_texts_beyond_the_window_have_no_vector(minilm: MiniLmEmbedder) -> None:
 
 def test_the_embedder_does_not_report_to_anybody(tmp_path: Path) -> None:
     """onnxruntime's uploader begins with a session file in the temporary folder. A fresh process, as it is global."""
-    code = "from services.router.embedder import MiniLmEmbedder; MiniLmEmbedder()"
+    code = "from services.router.near.embedder import MiniLmEmbedder; MiniLmEmbedder()"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     environment.pop("ORT_DISABLE_TELEMETRY", None)
     path = os.pathsep.join(sys.path)

@@ -17,11 +17,11 @@ from router_harness import LIMIT_S, AttachedWorker, Router, SlowProxy, Valkey, r
 from router_helpers import chat, full_answer, route_request, worker_info
 from services.router import exact
 from services.router.cache import AnswerCache, Mode
-from services.router.embedder import HashEmbedder
 from services.router.exact import PREFIX, ExactCache
 from services.router.fingerprint import cache_key
 from services.router.fleet import Family
-from services.router.nearcache import NearCache
+from services.router.near.embedder import HashEmbedder
+from services.router.near.nearcache import NearCache
 from test_router_fingerprint import CHANGES, base
 
 FAMILY = Family("tiny", "r1", "tok")

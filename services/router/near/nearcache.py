@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.router.embedder import Embedder, Vector
 from services.router.fingerprint import CacheKey
 from services.router.match.guards import refusal
-from services.router.near import Entry, NearIndex
+from services.router.near.embedder import Embedder, Vector
+from services.router.near.index import Entry, NearIndex
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import faiss
 import numpy as np
 
-from services.router.embedder import Vector
+from services.router.near.embedder import Vector
 
 Clock = Callable[[], float]
 
