@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.router.fingerprint import CacheKey
+from services.router.cache.fingerprint import CacheKey
 
 Clock = Callable[[], float]
 

@@ -13,10 +13,10 @@ from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.telemetry import metrics, names, tracing
 from services.router import placement
 from services.router.affinity import matched_tokens
-from services.router.cache import AnswerCache, Mode
+from services.router.cache.answers import AnswerCache, Mode
+from services.router.cache.fingerprint import CacheKey, cache_key, cacheable
 from services.router.credit import CreditBook
 from services.router.decisions import Decision, Decisions
-from services.router.fingerprint import CacheKey, cache_key, cacheable
 from services.router.fleet import MAX_ID_BYTES, MAX_NAME_BYTES, Family, Fleet
 
 Clock = Callable[[], float]

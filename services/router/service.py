@@ -14,7 +14,7 @@ from kvmesh.proto.v1 import router_pb2, router_pb2_grpc
 from kvmesh.rpc import Access, Deadline, ServiceContext, cancel_and_wait, tenant_from
 from kvmesh.rpc.auth import ServicerContext
 from kvmesh.telemetry import metrics, names
-from services.router.cache import AnswerCache
+from services.router.cache.answers import AnswerCache
 from services.router.fleet import Fleet, Session
 from services.router.routing import Routing
 from services.router.watch import WatchHub

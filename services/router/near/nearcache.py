@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.router.fingerprint import CacheKey
+from services.router.cache.fingerprint import CacheKey
 from services.router.match.guards import refusal
 from services.router.near.embedder import Embedder, Vector
 from services.router.near.index import Entry, NearIndex

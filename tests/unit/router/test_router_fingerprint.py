@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvmesh.proto.v1 import inference_pb2, router_pb2
 from router_helpers import chat, full_answer, route_request
-from services.router import answers
-from services.router.fingerprint import NOT_COMPARED, CacheKey, cache_key, cacheable
+from services.router.cache import stored
+from services.router.cache.fingerprint import NOT_COMPARED, CacheKey, cache_key, cacheable
 from services.router.fleet import Family
 
 FAMILY = Family("tiny", "r1", "tok")
@@ -223,9 +223,9 @@ def test_log_probabilities_bypass_the_caches() -> None:
 
 def test_only_complete_answers_are_encoded() -> None:
     good = full_answer()
-    stored = answers.encode(good, revision="r1", max_bytes=1000)
-    assert stored is not None
-    back = answers.decode(stored, kind="exact", score=1.0, revision="r1")
+    kept = stored.encode(good, revision="r1", max_bytes=1000)
+    assert kept is not None
+    back = stored.decode(kept, kind="exact", score=1.0, revision="r1")
     assert back is not None
     assert (back.choices[0].text, back.kind, back.score, back.prompt_tokens) == ("Paris.", "exact", 1.0, 7)
 
@@ -237,8 +237,8 @@ def test_only_complete_answers_are_encoded() -> None:
     one_of_two.choices.append(router_pb2.CachedChoice(finish_reason=inference_pb2.FINISH_REASON_LENGTH))
     empty = router_pb2.CachedAnswer(revision="r1")
     for bad in (cut, unended, one_of_two, empty, full_answer(revision="r2")):
-        assert answers.encode(bad, revision="r1", max_bytes=1000) is None
-        assert answers.decode(bad.SerializeToString(), kind="exact", score=1.0, revision="r1") is None
-    assert answers.encode(good, revision="r1", max_bytes=10) is None
+        assert stored.encode(bad, revision="r1", max_bytes=1000) is None
+        assert stored.decode(bad.SerializeToString(), kind="exact", score=1.0, revision="r1") is None
+    assert stored.encode(good, revision="r1", max_bytes=10) is None
     for junk in (b"", b"\xff\xff\xff", b"not a message"):
-        assert answers.decode(junk, kind="exact", score=1.0, revision="r1") is None
+        assert stored.decode(junk, kind="exact", score=1.0, revision="r1") is None

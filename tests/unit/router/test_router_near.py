@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvmesh.errors import FailedPrecondition
 from near_pairs import DIFFERENT, SAME
 from router_helpers import FakeClock
-from services.router.fingerprint import CacheKey
+from services.router.cache.fingerprint import CacheKey
 from services.router.match.guards import read, refusal
 from services.router.near import nearcache
 from services.router.near.embedder import Embedder, HashEmbedder, MiniLmEmbedder, Vector, load_embedder

@@ -15,10 +15,10 @@ from kvmesh.proto.v1 import inference_pb2, router_pb2
 from kvmesh.telemetry import metrics, names
 from router_harness import LIMIT_S, AttachedWorker, Router, SlowProxy, Valkey, running_router, until
 from router_helpers import chat, full_answer, route_request, worker_info
-from services.router import exact
-from services.router.cache import AnswerCache, Mode
-from services.router.exact import PREFIX, ExactCache
-from services.router.fingerprint import cache_key
+from services.router.cache import exact
+from services.router.cache.answers import AnswerCache, Mode
+from services.router.cache.exact import PREFIX, ExactCache
+from services.router.cache.fingerprint import cache_key
 from services.router.fleet import Family
 from services.router.near.embedder import HashEmbedder
 from services.router.near.nearcache import NearCache

@@ -9,9 +9,9 @@ import time
 from kvmesh.config import RouterSettings
 from kvmesh.proto.v1 import inference_pb2, router_pb2
 from kvmesh.telemetry import metrics, names, tracing
-from services.router import answers
-from services.router.exact import ExactCache
-from services.router.fingerprint import CacheKey
+from services.router.cache import stored
+from services.router.cache.exact import ExactCache
+from services.router.cache.fingerprint import CacheKey
 from services.router.near.embedder import load_embedder
 from services.router.near.nearcache import NearCache
 
@@ -101,7 +101,7 @@ class AnswerCache:
             answer, result = None, "skipped"
             if self.exact.ok:
                 data = await self.exact.get(key.exact, budget_s)
-                answer = answers.decode(data, kind="exact", score=1.0, revision=revision) if data else None
+                answer = stored.decode(data, kind="exact", score=1.0, revision=revision) if data else None
                 result = "miss" if answer is None else "hit"
             span.set_attribute(names.ATTR_CACHE, result)
         metrics.counter(names.CACHE_LOOKUPS).labels("exact", result).inc()
@@ -117,7 +117,7 @@ class AnswerCache:
             result, hit = await self.near.lookup(key, tau, budget_s)
             answer = None
             if hit is not None:
-                answer = answers.decode(hit.answer, kind="semantic", score=hit.score, revision=revision)
+                answer = stored.decode(hit.answer, kind="semantic", score=hit.score, revision=revision)
                 result = result if answer is not None else "miss"
             span.set_attribute(names.ATTR_CACHE, result)
         metrics.counter(names.CACHE_LOOKUPS).labels("semantic", result).inc()
@@ -126,7 +126,7 @@ class AnswerCache:
 
     async def store(self, key: CacheKey, answer: router_pb2.CachedAnswer, *, revision: str, near: bool) -> bool:
         """Keep an answer where it is allowed to be; False when it is not worth keeping or no cache took it."""
-        data = answers.encode(answer, revision=revision, max_bytes=self._max_entry_bytes)
+        data = stored.encode(answer, revision=revision, max_bytes=self._max_entry_bytes)
         if data is None:
             return False
         stores = []
