@@ -10,7 +10,7 @@ from kvmesh.config.services import (
     RouterSettings,
     WorkerSettings,
 )
-from kvmesh.config.types import TlsSettings, split_host_port
+from kvmesh.config.types import SemanticRule, TlsSettings, split_host_port
 
 __all__ = [
     "MIB",
@@ -20,6 +20,7 @@ __all__ = [
     "KvTransferSettings",
     "PrefillSettings",
     "RouterSettings",
+    "SemanticRule",
     "ServiceSettings",
     "TlsSettings",
     "WorkerSettings",

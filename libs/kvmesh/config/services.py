@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from kvmesh.config.base import MIB, ServiceSettings
-from kvmesh.config.types import NameList, PlainUrl, TargetList
+from kvmesh.config.types import NameList, PlainUrl, SemanticRule, TargetList
 
 # KV memory of an engine on CPU.
 CPU_KV_BYTES = 256 * MIB
@@ -94,14 +94,32 @@ class RouterSettings(ServiceSettings):
 
     redis_url: PlainUrl = Field(
         default="",
-        description='Redis or Valkey URL without a password, for example "redis://127.0.0.1:6379/0"; "" = no cache.',
+        description='Redis or Valkey URL without a password: "redis://host:6379/0", or "rediss://"; "" = no cache.',
+    )
+    redis_cluster: bool = Field(default=False, description="redis_url names a node of a Redis Cluster.")
+    redis_ca_file: Path | None = Field(
+        default=None, description="PEM bundle that signs Redis's TLS certificate; default the system's."
     )
     redis_password_file: Path | None = Field(default=None, description="File that holds the Redis password.")
     redis_timeout_ms: int = Field(
-        default=50, ge=1, le=10_000, description="Milliseconds Redis gets before a request goes on without it."
+        default=20, ge=1, le=10_000, description="Milliseconds Redis gets before a request goes on without it."
     )
     cache: Literal["off", "exact", "semantic"] = Field(
         default="semantic", description="Strongest cache mode offered; a tenant's policy may only lower it."
+    )
+    cache_secret_file: Path | None = Field(
+        default=None,
+        description="File of the secret that hides tenants' names in Redis, the same for all routers; default from the"
+        " mesh token.",
+    )
+    cache_tenant_entries: int = Field(
+        default=100_000, ge=1, le=100_000_000, description="Cached answers of one tenant; above it the oldest go."
+    )
+    cache_tenant_bytes: int = Field(
+        default=256 * MIB,
+        ge=1024,
+        le=1 << 40,
+        description="Bytes of one tenant's cached answers; above it the oldest go.",
     )
     cache_ttl_s: float = Field(default=3600.0, gt=0, le=31_536_000, description="Seconds a cached answer lives.")
     cache_max_entry_bytes: int = Field(
@@ -112,6 +130,12 @@ class RouterSettings(ServiceSettings):
     )
     semantic_threshold: float = Field(
         default=0.95, ge=0.0, le=1.0, description="Least cosine similarity (tau) of a semantic hit."
+    )
+    semantic_rules: NameList = Field(
+        [],
+        max_length=4096,
+        description='Thresholds by tenant and model, first match counts: "acme/auto=0.97", "*/code=0.99", or with'
+        ' ":no-guards" at the end; a tenant\'s own threshold can only raise them.',
     )
     semantic_max_entries: int = Field(
         default=100_000, ge=1, le=100_000_000, description="Vectors kept over all partitions."
@@ -136,7 +160,13 @@ class RouterSettings(ServiceSettings):
     def _named(self) -> RouterSettings:
         if any(not alias.partition("=")[0].strip() for alias in self.aliases):
             raise ValueError('an alias is "name" or "name=model"')
+        self.semantic_rule_table  # noqa: B018 - raises for a rule that is none
         return self
+
+    @property
+    def semantic_rule_table(self) -> tuple[SemanticRule, ...]:
+        """`semantic_rules`, parsed."""
+        return tuple(SemanticRule.parse(rule) for rule in self.semantic_rules)
 
     @property
     def alias_map(self) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -120,3 +121,31 @@ class TlsSettings(BaseModel):
     def connects_tls(self) -> bool:
         """True when channels opened with these settings speak TLS."""
         return self.ca is not None or self.cert is not None
+
+
+@dataclass(frozen=True, slots=True)
+class SemanticRule:
+    """Threshold and guards of the semantic cache for a tenant and a name of a model; "*" = all."""
+
+    tenant: str
+    model: str
+    tau: float
+    guards: bool = True
+
+    @classmethod
+    def parse(cls, text: str) -> SemanticRule:
+        """From "tenant/model=tau" or "tenant/model=tau:no-guards"; ValueError says what is wrong."""
+        names, equals, value = text.rpartition("=")
+        tenant, slash, model = names.strip().partition("/")
+        number, _, flag = value.strip().partition(":")
+        if not equals or not slash or not tenant or not model or flag not in ("", "no-guards"):
+            raise ValueError(f'{text!r}: expected "tenant/model=tau" or "tenant/model=tau:no-guards"')
+        tau = float(number)
+        # NaN fails every comparison.
+        if not 0.0 <= tau <= 1.0:
+            raise ValueError(f"{text!r}: tau must be in [0, 1]")
+        return cls(tenant, model, tau, not flag)
+
+    def matches(self, tenant: str, model: str) -> bool:
+        """Whether the rule is for this tenant and this name."""
+        return self.tenant in ("*", tenant) and self.model in ("*", model)
