@@ -16,7 +16,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, Unavailable
+from kvmesh.kv.hashing import HASH_BYTES
 from kvmesh.proto.v1 import engine_pb2, router_pb2
+from services.router.placement.columns import Columns
+from services.router.placement.index import MAX_BLOCKS, PrefixIndex
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +28,13 @@ Clock = Callable[[], float]
 MAX_WORKERS = 4096
 MAX_ID_BYTES = 128
 MAX_NAME_BYTES = 512
-MAX_BLOCKS = 1 << 20
 MAX_HASH_BYTES = 32
 RETIRED_PER_WORKER = 8
 MAX_FAMILIES_KEPT = 256
+MAX_TRANSPORTS = 16
+SWEEP_BITS = 4096
+SNAPSHOT_AGAIN_S = 2.0
+"""A snapshot that was asked for and has not begun is asked for again."""
 
 ROLES = {
     engine_pb2.WORKER_ROLE_PREFILL: "prefill",
@@ -60,12 +66,27 @@ class Session:
         self.reason = ""
         self.replaced = False
         self.worker_id = ""
+        # Set when the stream's handler has something to do before the next heartbeat is due.
+        self.wake = asyncio.Event()
+        self.need_snapshot = False
 
     def close(self, reason: str, *, replaced: bool = False) -> None:
         """Tell the stream's handler to end; the first reason stays."""
         if not self.closed.is_set():
             self.reason, self.replaced = reason, replaced
             self.closed.set()
+            self.wake.set()
+
+    def ask_snapshot(self) -> None:
+        """The worker's events are not whole: have it begin again."""
+        self.need_snapshot = True
+        self.wake.set()
+
+    def take_need(self) -> bool:
+        """Whether the next answer asks for a snapshot; asked once."""
+        need, self.need_snapshot = self.need_snapshot, False
+        self.wake.clear()
+        return need
 
     def error(self) -> KvmeshError:
         """What the worker is told: Unavailable = attach again, FailedPrecondition = another has your place."""
@@ -74,13 +95,19 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """An attached worker. `blocks` are the chained hashes of prefix blocks it holds, oldest first."""
+    """An attached worker. Its numbers and blocks are in the fleet's columns and index, under its slot."""
 
     info: engine_pb2.WorkerInfo
     session: Session
     last_seen: float
+    slot: int
+    family: Family
     load: engine_pb2.WorkerLoad = field(default_factory=engine_pb2.WorkerLoad)
-    blocks: dict[bytes, None] = field(default_factory=dict)
+    breaker: str = "closed"
+    # Of KV events: number of the last message that was taken, and whether a snapshot is under way.
+    sequence: int = 0
+    in_snapshot: bool = False
+    asked_at: float = float("-inf")
 
     @property
     def worker_id(self) -> str:
@@ -92,7 +119,7 @@ class Worker:
 
     def status(self) -> router_pb2.WorkerStatus:
         """What watchers are told."""
-        return router_pb2.WorkerStatus(info=self.info, load=self.load)
+        return router_pb2.WorkerStatus(info=self.info, load=self.load, breaker=self.breaker)
 
 
 class FleetListener(Protocol):
@@ -123,6 +150,10 @@ class Fleet:
         self._families: dict[Family, float] = {}
         self._listeners: list[FleetListener] = []
         self._started = clock()
+        self.columns = Columns()
+        self.index = PrefixIndex()
+        self.epoch = 0
+        """Grows with each change of who is there and what it is; loads and blocks do not count."""
 
     def add_listener(self, listener: FleetListener) -> None:
         """Call `listener` on every change from now on."""
@@ -152,14 +183,23 @@ class Fleet:
             raise FailedPrecondition(f"the fleet is full ({MAX_WORKERS} workers)")
         session.worker_id = info.worker_id
         session.registered.set()
+        self.epoch += 1
         if old is not None and old.session is session:
-            old.info, old.last_seen = info, self._clock()
+            old.info, old.family, old.last_seen = info, Family.of(info), self._clock()
             self._tell("worker_changed", info.worker_id)
             return old
         if old is not None:
             self._replace(old, info)
+        slot = old.slot if old is not None else self.columns.take()
         # A new stream starts from nothing: events of the time between two streams are lost, so old blocks mislead.
-        worker = Worker(info, session, self._clock())
+        self.index.drop(slot)
+        if old is not None and old.info.incarnation == info.incarnation:
+            self.columns.synced[slot] = False
+        else:
+            self.columns.clear(slot)
+        worker = Worker(info, session, self._clock(), slot, Family.of(info))
+        if old is not None and old.info.incarnation == info.incarnation:
+            worker.load = old.load
         self._workers[info.worker_id] = worker
         log.info(
             "worker attached",
@@ -184,23 +224,57 @@ class Fleet:
         """A load report. Raises FailedPrecondition when the stream has not registered or was replaced."""
         worker = self._of(session)
         worker.load = load
+        columns, slot = self.columns, worker.slot
+        columns.queued[slot], columns.inflight[slot] = load.queued_tokens, load.inflight_tokens
+        columns.sequences[slot] = load.running + load.waiting + load.transferring
+        columns.free_pages[slot], columns.reported[slot] = load.free_pages, load.total_pages > 0
         self._tell("worker_loaded", worker.worker_id)
         return worker
 
     def kv_events(self, session: Session, events: router_pb2.KvEvents) -> None:
-        """Blocks stored and removed; the set is bounded by what the worker can hold, oldest forgotten first."""
+        """Blocks stored and removed. Where a message is missing, all of the worker's blocks are in doubt: they are
+        forgotten, and the session asks for a snapshot.
+
+        Raises InvalidArgument for hashes that are not whole, FailedPrecondition as `report` does.
+        """
         worker = self._of(session)
-        blocks = worker.blocks
+        if len(events.stored_packed) % HASH_BYTES or len(events.removed_packed) % HASH_BYTES:
+            raise InvalidArgument(f"packed hashes have {HASH_BYTES} bytes each")
+        slot, now = worker.slot, self._clock()
+        if events.incarnation != worker.info.incarnation:
+            self._ask_snapshot(worker, now)
+            return
         if events.reset:
-            blocks.clear()
-        for block in events.removed:
-            blocks.pop(block, None)
-        limit = min(worker.info.total_pages or MAX_BLOCKS, MAX_BLOCKS)
-        for block in events.stored:
-            if 0 < len(block) <= MAX_HASH_BYTES:
-                blocks[block] = None
-        while len(blocks) > limit:
-            del blocks[next(iter(blocks))]
+            self.columns.synced[slot] = False
+            self.index.reset(slot, _hash_limit(worker.info))
+            worker.in_snapshot = True
+        elif events.sequence != worker.sequence + 1 or not (worker.in_snapshot or self.columns.synced[slot]):
+            self.columns.synced[slot] = False
+            self.index.drop(slot)
+            worker.in_snapshot = False
+            self._ask_snapshot(worker, now)
+            return
+        worker.sequence = events.sequence
+        self.columns.events_at[slot] = now
+        if events.removed_packed:
+            self.index.remove(slot, events.removed_packed)
+        if events.stored_packed:
+            self.index.store(slot, events.stored_packed)
+        if worker.in_snapshot and not events.more:
+            worker.in_snapshot = False
+            worker.asked_at = float("-inf")
+            self.columns.synced[slot] = True
+            self.index.show(slot)
+
+    def _ask_snapshot(self, worker: Worker, now: float) -> None:
+        if now - worker.asked_at >= SNAPSHOT_AGAIN_S:
+            worker.asked_at = now
+            worker.session.ask_snapshot()
+
+    def show_breaker(self, worker: Worker, state: str) -> None:
+        """Tell watchers another breaker state with the next heartbeat."""
+        worker.breaker = state
+        self._tell("worker_loaded", worker.worker_id)
 
     def detach(self, session: Session, reason: str = "the stream ended") -> None:
         """The stream is over: its worker leaves, unless another stream has taken its place. Idempotent."""
@@ -211,6 +285,7 @@ class Fleet:
 
     def expire(self) -> list[str]:
         """Remove the workers that were silent for `timeout_s`; returns their ids."""
+        self.index.sweep(SWEEP_BITS)
         oldest = self._clock() - self.timeout_s
         silent = [worker for worker in self._workers.values() if worker.last_seen < oldest]
         for worker in silent:
@@ -226,8 +301,11 @@ class Fleet:
 
     def _remove(self, worker: Worker, reason: str) -> None:
         del self._workers[worker.worker_id]
+        self.epoch += 1
+        self.index.drop(worker.slot)
+        self.columns.give_back(worker.slot)
         worker.session.close(reason)
-        self._remember(Family.of(worker.info))
+        self._remember(worker.family)
         log.info("worker left", extra={"worker": worker.worker_id, "reason": reason})
         self._tell("worker_left", worker.worker_id)
 
@@ -255,7 +333,7 @@ class Fleet:
         """Families attached now or until a moment ago: their absence is an outage, not a wrong name."""
         oldest = self._clock() - self._forget_s
         recent = {family for family, left_at in self._families.items() if left_at >= oldest}
-        return recent | {Family.of(worker.info) for worker in self._workers.values()}
+        return recent | {worker.family for worker in self._workers.values()}
 
     @property
     def gathering(self) -> bool:
@@ -288,3 +366,12 @@ def _check_info(info: engine_pb2.WorkerInfo) -> None:
     for name in ("base_seed", "layout_fingerprint", "kv_fingerprint"):
         if len(getattr(info, name)) > MAX_HASH_BYTES:
             raise InvalidArgument(f"{name} must have at most {MAX_HASH_BYTES} bytes")
+    if len(info.speculation.encode()) > MAX_NAME_BYTES:
+        raise InvalidArgument(f"speculation must have at most {MAX_NAME_BYTES} bytes")
+    if len(info.transports) > MAX_TRANSPORTS or any(len(name) > MAX_ID_BYTES for name in info.transports):
+        raise InvalidArgument(f"at most {MAX_TRANSPORTS} transports of at most {MAX_ID_BYTES} characters")
+
+
+def _hash_limit(info: engine_pb2.WorkerInfo) -> int:
+    """Hashes that the worker can hold. Each 8th of a chain is told, but chains may part at just such a block."""
+    return min(info.total_pages or MAX_BLOCKS, MAX_BLOCKS)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from kvmesh.config import RouterSettings
 from kvmesh.errors import InvalidArgument, KvmeshError, NotFound, Unavailable
-from kvmesh.proto.v1 import engine_pb2, router_pb2
+from kvmesh.kv.hashing import HASH_BYTES
+from kvmesh.proto.v1 import router_pb2
 from kvmesh.telemetry import metrics, names, tracing
-from services.router import placement
-from services.router.affinity import matched_tokens
 from services.router.cache.answers import AnswerCache, Mode
 from services.router.cache.fingerprint import CacheKey, cache_key, cacheable
-from services.router.credit import CreditBook
 from services.router.decisions import Decision, Decisions
 from services.router.fleet import MAX_ID_BYTES, MAX_NAME_BYTES, Family, Fleet
+from services.router.placement.models import resolve_model
+from services.router.placement.pairs import RankedPair, decodes
+from services.router.placement.placer import Ask, Placer, Rules
 
 Clock = Callable[[], float]
 
@@ -45,10 +46,9 @@ class Routing:
         self._aliases = settings.alias_map
         self._fleet = fleet
         self._cache = cache
-        self._rng = rng or random.Random()
-        self.credit = CreditBook(settings.credit_ttl_s, clock)
+        rules = Rules(alternates=settings.alternates, credit_ttl_s=settings.credit_ttl_s)
+        self.placer = Placer(fleet, rules, clock=clock, rng=rng)
         self.decisions = Decisions(clock)
-        fleet.add_listener(_CreditKeeper(self.credit))
 
     async def route(
         self, request: router_pb2.RouteRequest, tenant: str, remaining_s: float | None
@@ -73,12 +73,10 @@ class Routing:
         self, request: router_pb2.RouteRequest, tenant: str, remaining_s: float | None
     ) -> router_pb2.RouteResponse:
         model = self._resolve(request.model)
-        serving = [w for w in self._fleet.workers if w.serving and w.info.model == model]
-        matched = matched_tokens(serving, request.token_ids, request.cache_salt)
         key: CacheKey | None = None
         family, mode = None, self._mode(request)
         if mode > Mode.OFF:
-            family = self._likely_family(request, model, matched)
+            family = self._likely_family(request, model, tenant)
         if family is not None:
             key = cache_key(request, tenant, family)
             budget = MAX_CACHE_S if remaining_s is None else min(MAX_CACHE_S, remaining_s - PLACEMENT_RESERVE_S)
@@ -88,9 +86,9 @@ class Routing:
                 decision_id = self.decisions.add(None, 0.0)
                 return router_pb2.RouteResponse(answer=answer, model=family.model, decision_id=decision_id)
         # Only now, without a further wait: what was true before the look-up may no longer be.
-        pairs = self._place(request, model, matched, family)
+        pairs = self._place(request, model, tenant, family)
         placed = pairs[0].decode.family
-        self.credit.take(request.request_id, placement.charges(pairs[0], len(request.token_ids)))
+        self.placer.take(request.request_id, pairs[0], Ask.of(request, model, tenant))
         kept = None
         if key is not None and placed == family:
             kept = Decision(tenant, placed.revision, key, near=mode >= Mode.SEMANTIC)
@@ -103,9 +101,9 @@ class Routing:
         )
 
     def _resolve(self, name: str) -> str:
-        serving = [Family.of(w.info) for w in self._fleet.workers if w.serving and w.info.role in _DECODES]
+        serving = [w.family for w in self._fleet.workers if w.serving and decodes(w.info)]
         try:
-            return placement.resolve_model(name, self._aliases, self._fleet.known_families(), serving)
+            return resolve_model(name, self._aliases, self._fleet.known_families(), serving)
         except NotFound:
             if self._fleet.gathering:
                 raise Unavailable("this router has just started; workers are still attaching") from None
@@ -117,79 +115,33 @@ class Routing:
             return Mode.OFF
         return self._cache.mode(request.cache)
 
-    def _likely_family(self, request: router_pb2.RouteRequest, model: str, matched: Mapping[str, int]) -> Family | None:
+    def _likely_family(self, request: router_pb2.RouteRequest, model: str, tenant: str) -> Family | None:
         """The family that would serve now, or the only one that did: a cached answer needs no worker."""
         try:
-            return self._place(request, model, matched)[0].decode.family
+            return self._place(request, model, tenant)[0].decode.family
         except KvmeshError:
             known = [family for family in self._fleet.known_families() if family.model == model]
             return known[0] if len(known) == 1 else None
 
     def _place(
-        self,
-        request: router_pb2.RouteRequest,
-        model: str,
-        matched: Mapping[str, int],
-        family: Family | None = None,
-    ) -> list[placement.RankedPair]:
+        self, request: router_pb2.RouteRequest, model: str, tenant: str, family: Family | None = None
+    ) -> list[RankedPair]:
         """Ranked pairs, of `family` as long as it serves; Unavailable when nothing does."""
-        credit = self.credit.snapshot()
-        candidates = [
-            placement.candidate(worker, credit.get(worker.worker_id, 0), matched.get(worker.worker_id, 0))
-            for worker in self._fleet.workers
-            if worker.serving and worker.info.model == model
-        ]
-
-        def place(pool: list[placement.Candidate]) -> list[placement.RankedPair]:
-            return placement.place(
-                pool,
-                model=model,
-                prompt_tokens=len(request.token_ids),
-                alternates=self._settings.alternates,
-                rng=self._rng,
-                exclude=frozenset(request.exclude_workers),
-                unified_only=request.sampling.HasField("prompt_logprobs"),
-            )
-
         if family is not None:
             try:
-                return place([c for c in candidates if c.family == family])
+                return self.placer.place(Ask.of(request, model, tenant, family))
             except Unavailable:
                 # It left while the caches were asked; another revision may serve.
                 pass
-        return place(candidates)
+        return self.placer.place(Ask.of(request, model, tenant))
 
     async def report(self, request: router_pb2.ReportRequest, tenant: str) -> bool:
         """The end of a request: its credit ends, its answer is kept if it may be. True when it was."""
-        self.credit.end(request.request_id)
+        self.placer.report(request)
         decision = self.decisions.take(request.decision_id, tenant)
         if decision is None or request.code != 0 or not request.HasField("answer"):
             return False
         return await self._cache.store(decision.key, request.answer, revision=decision.revision, near=decision.near)
-
-
-_DECODES = (engine_pb2.WORKER_ROLE_DECODE, engine_pb2.WORKER_ROLE_UNIFIED)
-
-
-class _CreditKeeper:
-    """Fleet listener: credit on a worker that is gone is void."""
-
-    def __init__(self, credit: CreditBook) -> None:
-        self._credit = credit
-
-    def worker_changed(self, worker_id: str) -> None:
-        """Nothing: state does not touch credit."""
-
-    def worker_loaded(self, worker_id: str) -> None:
-        """Nothing: only seen requests end credit."""
-
-    def worker_left(self, worker_id: str) -> None:
-        """Its placements are lost."""
-        self._credit.drop_worker(worker_id)
-
-    def worker_replaced(self, worker_id: str) -> None:
-        """The old process took its placements with it."""
-        self._credit.drop_worker(worker_id)
 
 
 def check_request(request: router_pb2.RouteRequest) -> None:
@@ -198,8 +150,10 @@ def check_request(request: router_pb2.RouteRequest) -> None:
         raise InvalidArgument(f"request_id must have 1 to {MAX_ID_BYTES} bytes", details={"field": "request_id"})
     if not 0 < len(request.model.encode()) <= MAX_NAME_BYTES:
         raise InvalidArgument(f"model must have 1 to {MAX_NAME_BYTES} bytes", details={"field": "model"})
-    if not request.token_ids:
-        raise InvalidArgument("the prompt has no tokens", details={"field": "token_ids"})
+    if not request.prompt_tokens:
+        raise InvalidArgument("the prompt has no tokens", details={"field": "prompt_tokens"})
+    if any(len(chain.hashes) % HASH_BYTES or not chain.block_size for chain in request.chains):
+        raise InvalidArgument("a chain has a block size and 16 bytes a hash", details={"field": "chains"})
     if len(request.exclude_workers) > MAX_EXCLUDED:
         raise InvalidArgument(f"at most {MAX_EXCLUDED} workers are excluded", details={"field": "exclude_workers"})
     if request.HasField("tau") and not (math.isfinite(request.tau) and 0.0 <= request.tau <= 1.0):

@@ -44,6 +44,12 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         await self._routing.report(request, tenant_from(context))
         return router_pb2.ReportResponse()
 
+    async def ReportShadow(
+        self, request: router_pb2.ReportShadowRequest, context: ServicerContext
+    ) -> router_pb2.ReportShadowResponse:
+        """See router.proto. No hit is shadowed yet."""
+        return router_pb2.ReportShadowResponse()
+
     async def Watch(
         self, request: router_pb2.WatchRequest, context: ServicerContext
     ) -> AsyncIterator[router_pb2.WatchResponse]:
@@ -59,17 +65,19 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         session = Session()
         self._sessions.add(session)
         reader = asyncio.create_task(self._read(request_iterator, session), name="attach-read")
-        closed = asyncio.create_task(session.closed.wait(), name="attach-closed")
+        wake = asyncio.create_task(session.wake.wait(), name="attach-wake")
         registered = asyncio.create_task(session.registered.wait(), name="attach-registered")
         try:
             await asyncio.wait(
-                {reader, closed, registered}, timeout=self._fleet.timeout_s, return_when=asyncio.FIRST_COMPLETED
+                {reader, wake, registered}, timeout=self._fleet.timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
             if not session.registered.is_set() and not reader.done():
                 raise FailedPrecondition("no registration came")
             while not reader.done() and not session.closed.is_set():
-                yield router_pb2.AttachResponse(router_id=self._router_id)
-                await asyncio.wait({reader, closed}, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                yield router_pb2.AttachResponse(router_id=self._router_id, need_snapshot=session.take_need())
+                if wake.done():
+                    wake = asyncio.create_task(session.wake.wait(), name="attach-wake")
+                await asyncio.wait({reader, wake}, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
             if reader.done():
                 reader.result()
             elif session.closed.is_set():
@@ -77,7 +85,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         finally:
             self._sessions.discard(session)
             self._fleet.detach(session)
-            await cancel_and_wait(reader, closed, registered)
+            await cancel_and_wait(reader, wake, registered)
 
     async def _read(self, messages: AsyncIterator[router_pb2.AttachRequest], session: Session) -> None:
         async for message in messages:
@@ -86,7 +94,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 self._fleet.register(message.registration, session)
             elif event == "load":
                 worker = self._fleet.report(session, message.load.load)
-                self._routing.credit.seen(worker.worker_id, message.load.seen_requests[:MAX_SEEN])
+                self._routing.placer.credit.seen(worker.worker_id, message.load.seen_requests[:MAX_SEEN])
             elif event == "kv":
                 self._fleet.kv_events(session, message.kv)
             else:
@@ -133,7 +141,7 @@ class RouterService:
         interval = min(0.25, self.fleet.timeout_s / 4)
         while True:
             self.fleet.expire()
-            self.routing.credit.sweep()
+            self.routing.placer.sweep()
             for role, count in self.fleet.count_by_role().items():
                 metrics.gauge(names.ROUTER_WORKERS).labels(role).set(count)
             if self.cache.near is not None:

@@ -48,11 +48,12 @@ class Reservation(NamedTuple):
 
 class CacheEvent(NamedTuple):
     """What the router needs to mirror the cache. `stored`: a run of a chain, its first block's parent in `parent` (a
-    seed or a hash); `removed`: leaves first, `parent` is empty."""
+    seed or a hash) and its depth, counted from 1, in `depth`; `removed`: leaves first, both are empty."""
 
     kind: str
     hashes: tuple[bytes, ...]
     parent: bytes = b""
+    depth: int = 0
 
 
 @dataclass(slots=True)
@@ -181,7 +182,7 @@ class PrefixCache:
                 raise InvalidArgument(f"page {page} may still be written by a peer and cannot be cached")
         parent: _Block | None = None
         stored: list[bytes] = []
-        above = seed
+        above, depth = seed, 0
         for index in range(count):
             if self._pool.suspect(pages[index]):
                 break
@@ -192,7 +193,7 @@ class PrefixCache:
                 if pages[index] in self._by_page:
                     raise Internal(f"page {pages[index]} is already cached under other tokens")
                 if not stored:
-                    above = parent.hash if parent is not None else seed
+                    above, depth = parent.hash if parent is not None else seed, index + 1
                 block = self._store(key, seed, block_tokens, pages[index], parent)
                 stored.append(key)
             elif not _same(block, seed, block_tokens, parent):
@@ -200,7 +201,7 @@ class PrefixCache:
             parent = block
         if stored:
             self.stats.stored_blocks += len(stored)
-            self._emit(CacheEvent("stored", tuple(stored), above))
+            self._emit(CacheEvent("stored", tuple(stored), above, depth))
         return len(stored)
 
     def clear(self) -> int:

@@ -29,6 +29,7 @@ NOT_COMPARED = (
     "total_ms",
     "exclude_workers",
     "priority",
+    "prompt_tokens",
 )
 
 _EXACT = b"kvmesh-answer-1"

@@ -174,6 +174,9 @@ class FakeWorker(engine_pb2_grpc.DecodeServicer, engine_pb2_grpc.EngineServicer)
     async def Drain(self, request: Any, context: Any) -> AsyncIterator[engine_pb2.DrainResponse]:
         yield engine_pb2.DrainResponse(drained=True)
 
+    async def Cordon(self, request: Any, context: Any) -> engine_pb2.CordonResponse:
+        return engine_pb2.CordonResponse(info=self.info)
+
     async def Submit(self, request: engine_pb2.SubmitRequest, context: Any) -> engine_pb2.SubmitResponse:
         if request.gateway_id not in self._streams:
             raise FailedPrecondition("no open Frames stream")
@@ -266,6 +269,9 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
 
     async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[router_pb2.AttachResponse]:
         yield router_pb2.AttachResponse(router_id="fake")
+
+    async def ReportShadow(self, request: Any, context: Any) -> router_pb2.ReportShadowResponse:
+        return router_pb2.ReportShadowResponse()
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[router_pb2.WatchResponse]:
         self.watches.add(request.watcher_id)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from kvmesh.kv.hashing import base_seed
+from kvmesh.kv.hashing import base_seed, chain_hashes, request_seed
 from kvmesh.proto.v1 import engine_pb2, inference_pb2, router_pb2
 
 SEED = base_seed("tiny", "r1", "fp32")
@@ -66,7 +67,25 @@ def route_request(text: str = "What is the capital of France?", **fields: Any) -
     if "token_ids" not in fields:
         rendered = "".join(f"<{m.role}>{m.content}" for m in request.messages) + request.prompt_text
         request.token_ids.extend(rendered.encode())
+    if "prompt_tokens" not in fields:
+        request.prompt_tokens = len(request.token_ids)
     return request
+
+
+def kv_events(
+    sequence: int, stored: Iterable[bytes] = (), removed: Iterable[bytes] = (), **fields: Any
+) -> router_pb2.KvEvents:
+    """A worker's message of packed hashes; the first of a stream begins a snapshot."""
+    values: dict[str, Any] = {"reset": sequence == 1, "incarnation": 1} | fields
+    return router_pb2.KvEvents(
+        stored_packed=b"".join(stored), removed_packed=b"".join(removed), sequence=sequence, **values
+    )
+
+
+def chain(tokens: list[int], seed: bytes = SEED, block_size: int = 4, salt: str = "") -> router_pb2.PrefixChain:
+    """The chain of a prompt, as a gateway sends it."""
+    hashes = chain_hashes(request_seed(seed, salt=salt), tokens, block_size)
+    return router_pb2.PrefixChain(base_seed=seed, block_size=block_size, hashes=hashes)
 
 
 def chat(role: str, content: str) -> inference_pb2.ChatMessage:

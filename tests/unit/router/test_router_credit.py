@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from router_helpers import FakeClock
-from services.router.credit import CreditBook
+from services.router.placement.credit import CreditBook
 
 TTL = 2.0
 WORKERS = ["a", "b", "c"]

@@ -11,12 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvmesh.errors import FailedPrecondition, InvalidArgument, Overloaded, Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
-from router_helpers import FakeClock, worker_info
+from router_helpers import FakeClock, kv_events, worker_info
 from services.router import watch
 from services.router.fleet import Family, Fleet, Session
 from services.router.watch import Watcher, WatchHub
 
 Load = engine_pb2.WorkerLoad
+HASHES = [bytes([i]) * 16 for i in range(16)]
 
 
 class Recorder:
@@ -68,14 +69,15 @@ def test_a_new_incarnation_replaces_at_once_and_the_old_never_returns(fleet: Fle
     fleet.add_listener(recorder)
     old, new = Session(), Session()
     fleet.register(worker_info("a", incarnation=1), old)
-    fleet.kv_events(old, router_pb2.KvEvents(stored=[b"h1"]))
+    fleet.kv_events(old, kv_events(1, [HASHES[1]]))
+    assert len(fleet.index.held(0)) == 1
     fleet.register(worker_info("a", incarnation=2), new)
     assert old.closed.is_set()
     assert isinstance(old.error(), FailedPrecondition)
     assert recorder.heard[-2:] == [("replaced", "a"), ("changed", "a")]
     worker = fleet.get("a")
     assert worker is not None
-    assert (worker.info.incarnation, worker.blocks) == (2, {})
+    assert (worker.info.incarnation, fleet.index.held(worker.slot)) == (2, frozenset())
 
     # The old stream's end, its late messages and its attempt to come back change nothing.
     fleet.detach(old)
@@ -149,13 +151,52 @@ def test_unusable_descriptions_are_refused(fleet: Fleet, fields: dict[str, objec
 def test_blocks_are_bounded_by_what_the_worker_can_hold(fleet: Fleet) -> None:
     session = Session()
     worker = fleet.register(worker_info("a", total_pages=3), session)
-    hashes = [bytes([i]) * 16 for i in range(6)]
-    fleet.kv_events(session, router_pb2.KvEvents(stored=hashes[:4]))
-    assert list(worker.blocks) == hashes[1:4]
-    fleet.kv_events(session, router_pb2.KvEvents(stored=[hashes[4]], removed=[hashes[2], hashes[5]]))
-    assert list(worker.blocks) == [hashes[1], hashes[3], hashes[4]]
-    fleet.kv_events(session, router_pb2.KvEvents(stored=[b"", b"y" * 33, hashes[0]], reset=True))
-    assert list(worker.blocks) == [hashes[0]]
+    fleet.kv_events(session, kv_events(1, HASHES[:4]))
+    assert fleet.index.held(worker.slot) == set(HASHES[:3])
+    fleet.kv_events(session, kv_events(2, [HASHES[4]], [HASHES[2], HASHES[5]]))
+    assert fleet.index.held(worker.slot) == {HASHES[0], HASHES[1], HASHES[4]}
+    with pytest.raises(InvalidArgument):
+        fleet.kv_events(session, router_pb2.KvEvents(stored_packed=b"y" * 33, sequence=3, incarnation=1))
+    fleet.kv_events(session, kv_events(3, [HASHES[0]], reset=True))
+    assert fleet.index.held(worker.slot) == {HASHES[0]}
+
+
+def shown(fleet: Fleet, *hashes: bytes) -> list[int]:
+    """Slots of the workers that are found by a chain of these hashes, whole."""
+    return [slot for depth, slots in fleet.index.depths(b"".join(hashes)) if depth == len(hashes) for slot in slots]
+
+
+def test_missing_events_hide_a_worker_until_a_whole_snapshot_came(fleet: Fleet, clock: FakeClock) -> None:
+    session = Session()
+    slot = fleet.register(worker_info("a"), session).slot
+    fleet.kv_events(session, kv_events(1, [HASHES[0]]))
+    fleet.kv_events(session, kv_events(2, [HASHES[1]]))
+    assert shown(fleet, *HASHES[:2]) == [slot]
+    assert not session.wake.is_set()
+    fleet.kv_events(session, kv_events(4, [HASHES[3]]))
+    assert shown(fleet, HASHES[0]) == []
+    assert session.wake.is_set()
+    assert (session.take_need(), session.take_need()) == (True, False), "asked once"
+    fleet.kv_events(session, kv_events(5, [HASHES[4]]))
+    assert not session.wake.is_set(), "the worker knows"
+    clock.advance(2.5)
+    fleet.kv_events(session, kv_events(6))
+    assert session.take_need(), "nothing came for long: asked again"
+    fleet.kv_events(session, kv_events(7, HASHES[:2], reset=True, more=True))
+    assert shown(fleet, HASHES[0]) == [], "a part of a snapshot says nothing of what is not in it"
+    fleet.kv_events(session, kv_events(8, [HASHES[2]]))
+    assert shown(fleet, *HASHES[:3]) == [slot]
+    fleet.kv_events(session, kv_events(9, [HASHES[3]], incarnation=7))
+    assert shown(fleet, *HASHES[:3]) == [slot]
+    assert session.take_need(), "another process's events"
+
+
+def test_events_before_any_snapshot_are_not_believed(fleet: Fleet) -> None:
+    session = Session()
+    fleet.register(worker_info("a"), session)
+    fleet.kv_events(session, kv_events(1, [HASHES[0]], reset=False))
+    assert shown(fleet, HASHES[0]) == []
+    assert session.take_need()
 
 
 def test_a_model_that_left_is_remembered_for_a_while(fleet: Fleet, clock: FakeClock) -> None:

@@ -1,132 +1,215 @@
-"""Placement: one family, fitting layouts, least load, held prefixes, and no candidate lost to another's heat."""
+"""Placement: one family, fitting KV, least load, held prefixes, and no candidate lost to another's heat."""
 
 from __future__ import annotations
 
-import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import FailedPrecondition, NotFound, Unavailable
-from kvmesh.kv.hashing import block_hashes, request_seed
-from kvmesh.proto.v1 import engine_pb2, router_pb2
-from router_helpers import FakeClock, worker_info
-from services.router.affinity import matched_tokens
-from services.router.fleet import Family, Fleet, Session
-from services.router.placement import (
-    Candidate,
-    can_send,
-    candidate,
-    charges,
-    place,
-    rank,
-    resolve_model,
-)
+from kvmesh.proto.v1 import engine_pb2
+from placement_kit import STEP, Mesh
+from services.router.fleet import Family
+from services.router.placement.models import resolve_model
+from services.router.placement.pairs import can_send, charges
+from services.router.placement.placer import Rules
+from services.router.placement.score import Weights
 
-
-def some(worker_id: str, role: str = "decode", load: int = 0, matched: int = 0, **fields: object) -> Candidate:
-    return Candidate(worker_info(worker_id, role, **fields), load, matched=matched)
-
-
-def ranked(pool: list[Candidate], seed: int = 0, **options: object) -> list[str]:
-    values = {"model": "tiny", "prompt_tokens": 100, "alternates": 8} | options
-    return [pair.decode.worker_id for pair in place(pool, rng=random.Random(seed), **values)]  # type: ignore[arg-type]
+STEADY = Rules(weights=Weights(jitter=0.0))
 
 
 def test_least_load_first() -> None:
-    assert ranked([some("a", load=300), some("b", load=10), some("c", load=100)]) == ["b", "c", "a"]
+    mesh = Mesh(STEADY).add("a", load=300).add("b", load=10).add("c", load=100)
+    assert mesh.ranked() == ["b", "c", "a"]
 
 
 def test_prefill_workers_are_ranked_and_fit() -> None:
-    pool = [
-        some("d"),
-        some("p-busy", "prefill", load=900),
-        some("p-idle", "prefill"),
-        some("p-other-layout", "prefill", layout_fingerprint=b"layout-2"),
-        some("p-other-page", "prefill", page_size=8),
-        some("p-other-revision", "prefill", revision="r2"),
-        some("p-other-tokenizer", "prefill", tokenizer_fingerprint="tok2"),
-        some("p-alone", "prefill", kvtransfer_address=""),
-        some("u", "unified", load=500),
-    ]
-    pairs = place(pool, model="tiny", prompt_tokens=100, alternates=3, rng=random.Random(1))
-    by_id = {pair.decode.worker_id: [c.worker_id for c in pair.prefill] for pair in pairs}
-    assert by_id == {"d": ["p-idle", "u", "p-busy"], "u": []}, "a unified worker prefills for itself"
+    mesh = Mesh(STEADY).add("d")
+    mesh.add("p-busy", "prefill", load=900)
+    mesh.add("p-idle", "prefill")
+    mesh.add("p-other-layout", "prefill", layout_fingerprint=b"layout-2")
+    mesh.add("p-other-page", "prefill", page_size=8)
+    mesh.add("p-other-revision", "prefill", revision="r2")
+    mesh.add("p-other-tokenizer", "prefill", tokenizer_fingerprint="tok2")
+    mesh.add("p-alone", "prefill", kvtransfer_address="")
+    mesh.add("p-other-draft", "prefill", speculation="eagle")
+    mesh.add("u", "unified", load=500)
+    assert mesh.pairs() == {"d": ["p-idle", "u", "p-busy"], "u": []}, "a unified worker prefills for itself"
+
+
+def test_a_transport_in_common_is_needed_where_both_tell() -> None:
+    mesh = Mesh(STEADY).add("d", transports=["verbs", "tcp"])
+    mesh.add("p-tcp", "prefill", transports=["tcp"], load=50)
+    mesh.add("p-efa", "prefill", transports=["efa", "shm"])
+    mesh.add("p-silent", "prefill", load=900)
+    assert mesh.pairs() == {"d": ["p-tcp", "p-silent"]}
 
 
 def test_pages_of_another_size_only_after_equal_ones() -> None:
-    pool = [
-        some("d", kv_fingerprint=b"kv-1"),
-        some("p-small", "prefill", page_size=8, layout_fingerprint=b"layout-8", kv_fingerprint=b"kv-1"),
-        some("p-busy", "prefill", load=900, kv_fingerprint=b"kv-1"),
-        some("p-other", "prefill", kv_fingerprint=b"kv-2"),
-    ]
-    (pair,) = place(pool, model="tiny", prompt_tokens=100, alternates=3, rng=random.Random(1))
-    assert [c.worker_id for c in pair.prefill] == ["p-busy", "p-small"]
+    mesh = Mesh(STEADY).add("d", kv_fingerprint=b"kv-1")
+    mesh.add("p-small", "prefill", page_size=8, layout_fingerprint=b"layout-8", kv_fingerprint=b"kv-1")
+    mesh.add("p-busy", "prefill", load=900, kv_fingerprint=b"kv-1")
+    mesh.add("p-other", "prefill", kv_fingerprint=b"kv-2")
+    assert mesh.pairs() == {"d": ["p-busy", "p-small"]}
 
 
 def test_a_decode_worker_without_sidecar_prefills_itself() -> None:
-    pairs = place(
-        [some("d", kvtransfer_address=""), some("p", "prefill")],
-        model="tiny",
-        prompt_tokens=5,
-        alternates=0,
-        rng=random.Random(0),
-    )
-    assert pairs[0].prefill == ()
+    assert Mesh().add("d", kvtransfer_address="").add("p", "prefill").pairs() == {"d": []}
+
+
+def test_prefill_goes_by_its_own_prefix() -> None:
+    mesh = Mesh(STEADY).add("d").add("p-holds", "prefill", load=20, matched=2 * STEP).add("p-idle", "prefill")
+    assert mesh.pairs() == {"d": ["p-holds", "p-idle"]}
+
+
+def test_what_decode_holds_is_not_sent_again() -> None:
+    mesh = Mesh(STEADY).add("full", matched=3 * STEP, load=10).add("empty").add("p", "prefill")
+    assert mesh.pairs(3 * STEP + 5) == {"full": [], "empty": ["p"]}, "four tokens are missing: one page"
+    assert mesh.pairs(3 * STEP + 6) == {"full": ["p"], "empty": ["p"]}
+    rules = Rules(weights=STEADY.weights, local_prefill_tokens=20)
+    mesh = Mesh(rules).add("full", matched=3 * STEP, load=10).add("p", "prefill")
+    assert mesh.pairs(3 * STEP + 21) == {"full": []}
+    assert mesh.pairs(3 * STEP + 22) == {"full": ["p"]}
 
 
 def test_held_prefix_beats_a_little_load_and_loses_to_much() -> None:
-    assert ranked([some("holds", load=60, matched=96), some("idle")])[0] == "holds"
-    assert ranked([some("holds", load=5000, matched=96), some("idle")])[0] == "idle"
+    assert Mesh(STEADY).add("holds", load=60, matched=3 * STEP).add("idle").ranked()[0] == "holds"
+    assert Mesh(STEADY).add("holds", load=5000, matched=3 * STEP).add("idle").ranked()[0] == "idle"
 
 
 def test_a_hot_worker_does_not_turn_affinity_off_for_the_others() -> None:
-    others = [some("holds", load=50, matched=96), some("empty", load=40)]
-    assert ranked(others)[0] == "holds"
-    assert ranked([*others, some("hot", load=10**7)])[0] == "holds"
+    mesh = Mesh(STEADY).add("holds", load=50, matched=3 * STEP).add("empty", load=40)
+    assert mesh.ranked()[0] == "holds"
+    assert mesh.add("hot", load=10**7).ranked()[0] == "holds"
+
+
+def test_a_hot_prefix_does_not_pull_all_to_one_worker() -> None:
+    mesh = Mesh(STEADY).add("holds", load=1000, matched=3 * STEP)
+    for i in range(7):
+        mesh.add(f"w{i}", load=1000)
+    assert mesh.ranked()[0] == "holds"
+    mesh.load("holds", inflight_tokens=4000)
+    assert mesh.ranked()[-1] == "holds"
 
 
 def test_on_a_busy_fleet_small_differences_do_not_outweigh_a_prefix() -> None:
-    assert ranked([some("holds", load=100_500, matched=96), some("empty", load=100_000)])[0] == "holds"
+    mesh = Mesh(STEADY).add("holds", load=100_500, matched=3 * STEP).add("empty", load=100_000)
+    assert mesh.ranked()[0] == "holds"
     # The same difference between idle workers is five prompts' worth of waiting.
-    assert ranked([some("holds", load=500, matched=96), some("empty", load=0)])[0] == "empty"
+    assert Mesh(STEADY).add("holds", load=500, matched=3 * STEP).add("empty").ranked()[0] == "empty"
 
 
-def test_ties_are_broken_at_random_but_repeatably() -> None:
-    pool = [some(name) for name in "abcd"]
-    firsts = [ranked(pool, seed)[0] for seed in range(200)]
-    assert set(firsts) == set("abcd")
-    assert firsts == [ranked(pool, seed)[0] for seed in range(200)]
+def test_a_worker_without_room_for_the_prompt_comes_after_those_with_room() -> None:
+    mesh = Mesh(STEADY).add("full", free=10, matched=0).add("free", load=400, free=30)
+    assert mesh.ranked(100) == ["free", "full"]
+    assert mesh.ranked(36) == ["full", "free"], "nine pages and one to look ahead"
+    assert Mesh(STEADY).add("full", free=0, matched=3 * STEP).ranked() == ["full"], "better than none"
+
+
+def test_equal_workers_share_at_random_but_repeatably() -> None:
+    def firsts(seed: int) -> list[str]:
+        mesh = Mesh(seed=seed)
+        for name in "abcd":
+            mesh.add(name)
+        return [mesh.ranked()[0] for _ in range(200)]
+
+    found = firsts(1)
+    assert set(found) == set("abcd")
+    assert found == firsts(1) != firsts(2)
     # No name is favoured: each is first in 50 of 200 on average.
-    assert min(firsts.count(name) for name in "abcd") > 25
+    assert min(found.count(name) for name in "abcd") > 25
 
 
-def test_none_left_is_unavailable() -> None:
-    for pool in ([], [some("p", "prefill")], [some("d", model="other")]):
+def test_none_left_is_unavailable_and_says_why() -> None:
+    for mesh in (Mesh(), Mesh().add("p", "prefill"), Mesh().add("d", model="other")):
         with pytest.raises(Unavailable):
-            ranked(pool)
-    with pytest.raises(Unavailable):
-        ranked([some("d")], exclude={"d"})
+            mesh.ranked()
+    with pytest.raises(Unavailable, match="may not have"):
+        Mesh().add("d").ranked(exclude=frozenset({"d"}))
+    mesh = Mesh().add("c", state=engine_pb2.WORKER_STATE_CORDONED).add("g", state=engine_pb2.WORKER_STATE_DRAINING)
+    with pytest.raises(Unavailable, match="1 cordoned, 1 draining"):
+        mesh.ranked()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        engine_pb2.WORKER_STATE_CORDONED,
+        engine_pb2.WORKER_STATE_DRAINING,
+        engine_pb2.WORKER_STATE_STALLED,
+        engine_pb2.WORKER_STATE_STARTING,
+    ],
+)
+def test_only_what_serves_gets_more(state: Any) -> None:
+    mesh = Mesh(STEADY).add("d", load=10**6).add("p", "prefill", load=10**6)
+    mesh.add("d-away", matched=3 * STEP, state=state).add("p-away", "prefill", matched=3 * STEP, state=state)
+    assert mesh.pairs() == {"d": ["p"]}
 
 
 def test_excluded_workers_are_named_nowhere() -> None:
-    pool = [some("d1"), some("d2"), some("p1", "prefill"), some("p2", "prefill")]
-    pairs = place(pool, model="tiny", prompt_tokens=9, alternates=5, rng=random.Random(0), exclude={"d1", "p2"})
-    assert [(p.decode.worker_id, [c.worker_id for c in p.prefill]) for p in pairs] == [("d2", ["p1"])]
+    mesh = Mesh().add("d1").add("d2").add("p1", "prefill").add("p2", "prefill")
+    assert mesh.pairs(exclude=frozenset({"d1", "p2", "gone"})) == {"d2": ["p1"]}
+
+
+def test_output_that_is_there_pins_revision_and_tokenizer() -> None:
+    mesh = Mesh(STEADY).add("old", load=900).add("new", revision="r2").add("odd", tokenizer_fingerprint="tok2")
+    assert mesh.ranked(revision="r1", tokenizer="tok") == ["old"]
+    assert mesh.ranked(revision="r2") == ["new"]
+    assert mesh.ranked(family=Family("tiny", "r1", "tok2")) == ["odd"]
+    with pytest.raises(Unavailable):
+        mesh.ranked(revision="r3")
 
 
 def test_prompt_logprobs_need_role_unified() -> None:
-    pool = [some("d"), some("u", "unified", load=10**6)]
-    assert ranked(pool, unified_only=True) == ["u"]
+    mesh = Mesh().add("d")
     with pytest.raises(FailedPrecondition):
-        ranked(pool[:1], unified_only=True)
+        mesh.ranked(unified_only=True)
+    assert mesh.add("u", "unified", load=10**6).ranked(unified_only=True) == ["u"]
 
 
 def test_a_short_context_is_avoided_but_not_fatal() -> None:
-    assert ranked([some("short", max_model_len=100), some("long", load=10**6)]) == ["long"]
-    assert ranked([some("short", max_model_len=100)]) == ["short"], "the worker says itself what is wrong"
+    mesh = Mesh().add("short", max_model_len=100)
+    assert mesh.ranked(100) == ["short"], "the worker says itself what is wrong"
+    assert mesh.add("long", load=10**6).ranked(100) == ["long"]
+
+
+def test_a_worker_that_never_reported_counts_its_credit() -> None:
+    mesh = Mesh(STEADY).add("a").add("b")
+    pairs = mesh.placer.place(mesh.ask())
+    mesh.placer.take("r1", pairs[0], mesh.ask())
+    other = ({"a", "b"} - {pairs[0].decode.worker_id}).pop()
+    assert mesh.ranked() == [other, pairs[0].decode.worker_id]
+    mesh.placer.credit.seen(pairs[0].decode.worker_id, ["r1"])
+    assert mesh.fleet.columns.credit.sum() == 0
+
+
+def test_a_chain_counts_for_workers_of_its_own_seed_and_salt_alone() -> None:
+    mesh = Mesh(STEADY).add("near", matched=STEP).add("far", matched=3 * STEP, load=5)
+    mesh.add("foreign", matched=3 * STEP, base_seed=b"x" * 16)
+    matched = {p.decode.worker_id: p.decode.matched for p in mesh.placer.place(mesh.ask())}
+    assert matched == {"near": STEP, "far": 3 * STEP, "foreign": 0}
+    short = {p.decode.worker_id: p.decode.matched for p in mesh.placer.place(mesh.ask(3 * STEP))}
+    assert short["far"] == 3 * STEP - 1, "the last token is computed in any case"
+
+
+def test_with_no_word_of_what_they_hold_two_are_drawn_and_the_less_loaded_gets_it() -> None:
+    mesh = Mesh(STEADY)
+    for i in range(8):
+        mesh.add(f"w{i}", load=100 * i, matched=3 * STEP if i == 7 else 0)
+    firsts = {mesh.ranked(chains=())[0] for _ in range(200)}
+    assert len(firsts) >= 5, "the least loaded alone would get all until its next report"
+    assert "w7" not in firsts, "whatever it is drawn with has less"
+    assert mesh.ranked()[0] == "w0"
+    mesh.clock.advance(2.9)
+    assert {mesh.ranked()[0] for _ in range(50)} == {"w0"}
+    for i in range(8):
+        mesh.load(f"w{i}", inflight_tokens=100 * i, running=1)
+    mesh.clock.advance(0.2)
+    assert len({mesh.ranked()[0] for _ in range(200)}) >= 5, "no events for 3 s while they work"
+    mesh.events("w3")
+    assert {mesh.ranked()[0] for _ in range(50)} == {"w0"}, "one that tells is enough"
 
 
 def test_aliases_never_replace_a_named_model() -> None:
@@ -146,57 +229,70 @@ def test_aliases_never_replace_a_named_model() -> None:
         resolve_model("auto", aliases, [], [])
 
 
-infos = st.builds(
-    lambda i, role, model, revision, tok, layout, page, load, matched, sidecar: Candidate(
-        worker_info(
-            f"w{i}",
-            role,
-            model=model,
-            revision=revision,
-            tokenizer_fingerprint=tok,
-            layout_fingerprint=layout,
-            page_size=page,
-            kvtransfer_address=sidecar,
-        ),
-        load,
-        matched=matched,
-    ),
-    st.integers(0, 10**6),
-    st.sampled_from(["prefill", "decode", "unified"]),
-    st.sampled_from(["tiny", "big"]),
-    st.sampled_from(["r1", "r2"]),
-    st.sampled_from(["t1", "t2"]),
-    st.sampled_from([b"l1", b"l2"]),
-    st.sampled_from([4, 16]),
-    st.integers(0, 10**6),
-    st.integers(0, 200),
-    st.sampled_from(["", "h:1"]),
+SERVING = engine_pb2.WORKER_STATE_SERVING
+workers = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["prefill", "decode", "unified"]),
+        "load": st.integers(0, 10**6),
+        "matched": st.integers(0, 6).map(lambda n: n * STEP),
+        "free": st.integers(0, 100),
+        "model": st.sampled_from(["tiny", "tiny", "big"]),
+        "revision": st.sampled_from(["r1", "r2"]),
+        "tokenizer_fingerprint": st.sampled_from(["t1", "t2"]),
+        "layout_fingerprint": st.sampled_from([b"l1", b"l2"]),
+        "page_size": st.sampled_from([4, 16]),
+        "speculation": st.sampled_from(["", "eagle"]),
+        "transports": st.sampled_from([[], ["tcp"], ["shm", "tcp"], ["verbs"]]),
+        "kvtransfer_address": st.sampled_from(["", "h:1", "h:1"]),
+        "state": st.sampled_from([SERVING, SERVING, SERVING, engine_pb2.WORKER_STATE_CORDONED]),
+    }
 )
 
 
-@settings(max_examples=150, deadline=None)
+def build(pool: list[dict[str, Any]], seed: int = 0) -> Mesh:
+    mesh = Mesh(seed=seed)
+    for i, fields in enumerate(pool):
+        mesh.add(f"w{i}", **fields)
+    return mesh
+
+
+@settings(max_examples=100, deadline=None)
 @given(
-    pool=st.lists(infos, max_size=12, unique_by=lambda c: c.worker_id),
+    pool=st.lists(workers, max_size=10),
     alternates=st.integers(0, 4),
     prompt=st.integers(1, 200),
     seed=st.integers(0, 99),
+    exclude=st.frozensets(st.integers(0, 9).map(lambda i: f"w{i}"), max_size=3),
 )
-def test_every_pair_keeps_the_rules(pool: list[Candidate], alternates: int, prompt: int, seed: int) -> None:
+def test_every_pair_keeps_the_rules(
+    pool: list[dict[str, Any]], alternates: int, prompt: int, seed: int, exclude: frozenset[str]
+) -> None:
+    mesh = build(pool, seed)
+    ask = mesh.ask(prompt, exclude=exclude)
     try:
-        pairs = place(pool, model="tiny", prompt_tokens=prompt, alternates=alternates, rng=random.Random(seed))
+        pairs = mesh.placer.place(ask, alternates)
     except Unavailable:
-        assert not [c for c in pool if c.info.model == "tiny" and c.info.role != engine_pb2.WORKER_ROLE_PREFILL]
+        assert not [
+            w
+            for w in mesh.fleet.workers
+            if (w.info.model, w.serving) == ("tiny", True)
+            and w.info.role != engine_pb2.WORKER_ROLE_PREFILL
+            and w.worker_id not in exclude
+        ]
         return
+    assert pairs == build(pool, seed).placer.place(ask, alternates), "the same draw, the same answer"
     assert 1 <= len(pairs) <= alternates + 1
-    families = {pair.decode.family for pair in pairs} | {c.family for pair in pairs for c in pair.prefill}
-    assert len(families) == 1
-    assert next(iter(families)).model == "tiny"
+    assert len({pair.decode.family for pair in pairs} | {c.family for pair in pairs for c in pair.prefill}) == 1
+    assert pairs[0].decode.family.model == "tiny"
     assert len({pair.decode.worker_id for pair in pairs}) == len(pairs)
     for pair in pairs:
         assert pair.decode.info.role != engine_pb2.WORKER_ROLE_PREFILL
         assert len(pair.prefill) <= alternates + 1
+        assert pair.decode.matched < prompt
+        for named in (pair.decode, *pair.prefill):
+            assert named.worker_id not in exclude
+            assert named.info.state == SERVING
         for target in pair.prefill:
-            assert target.info.role != engine_pb2.WORKER_ROLE_DECODE
             assert target.info.layout_fingerprint == pair.decode.info.layout_fingerprint
             assert target.info.page_size == pair.decode.info.page_size
             assert can_send(target.info, pair.decode.info)
@@ -206,43 +302,21 @@ def test_every_pair_keeps_the_rules(pool: list[Candidate], alternates: int, prom
 
 
 @settings(max_examples=100, deadline=None)
-@given(loads=st.lists(st.integers(0, 10**6), min_size=2, max_size=10), prompt=st.integers(1, 5000))
-def test_without_prefixes_the_least_loaded_wins(loads: list[int], prompt: int) -> None:
-    pool = [some(f"w{i}", load=load) for i, load in enumerate(loads)]
-    best = rank(pool, prompt, random.Random(0))
-    assert [c.load for c in best] == sorted(loads)
-
-
-@settings(max_examples=100, deadline=None)
-@given(load=st.integers(0, 10**5), matched=st.lists(st.integers(0, 500), min_size=2, max_size=8))
-def test_at_equal_load_the_longest_prefix_wins(load: int, matched: list[int]) -> None:
-    pool = [some(f"w{i}", load=load, matched=held) for i, held in enumerate(matched)]
-    best = rank(pool, 500, random.Random(0))
-    assert [c.matched for c in best] == sorted(matched, reverse=True)
-
-
-def test_a_worker_that_never_reported_counts_its_credit() -> None:
-    fleet = Fleet(3.0, FakeClock())
-    worker = fleet.register(worker_info("a"), Session())
-    assert candidate(worker, credit=120).load == 120
-
-
-def test_matched_tokens_follow_the_chain_salt_and_seed() -> None:
-    clock = FakeClock()
-    fleet = Fleet(3.0, clock)
-    tokens = list(range(100, 121))
-    sessions = {name: Session() for name in ("all", "gap", "none", "salted", "foreign")}
-    for name, session in sessions.items():
-        seed = b"x" * 16 if name == "foreign" else worker_info("x").base_seed
-        fleet.register(worker_info(name, base_seed=seed), session)
-    chain = block_hashes(request_seed(worker_info("x").base_seed), tokens, 4)
-    salted = block_hashes(request_seed(worker_info("x").base_seed, salt="s"), tokens, 4)
-    fleet.kv_events(sessions["all"], router_pb2.KvEvents(stored=chain))
-    fleet.kv_events(sessions["gap"], router_pb2.KvEvents(stored=[chain[0], *chain[2:]]))
-    fleet.kv_events(sessions["salted"], router_pb2.KvEvents(stored=salted[:2]))
-    fleet.kv_events(sessions["foreign"], router_pb2.KvEvents(stored=chain))
-    assert matched_tokens(fleet.workers, tokens, "") == {"all": 20, "gap": 4}
-    assert matched_tokens(fleet.workers, tokens, "s") == {"salted": 8}
-    assert matched_tokens(fleet.workers, tokens[:20], "") == {"all": 16, "gap": 4}, "at most all but the last token"
-    assert matched_tokens(fleet.workers, [1, *tokens[1:]], "") == {}
-    assert matched_tokens(fleet.workers, [], "") == {}
+@given(
+    pool=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 6)), min_size=2, max_size=10),
+    prompt=st.integers(7 * STEP, 9 * STEP),
+    seed=st.integers(0, 99),
+)
+def test_more_of_the_prompt_and_less_load_never_ranks_lower(
+    pool: list[tuple[int, int]], prompt: int, seed: int
+) -> None:
+    """With the jitter on, and for all places, not the first alone."""
+    mesh = Mesh(Rules(weights=Weights(jitter=0.2)), seed)
+    for i, (load, blocks) in enumerate(pool):
+        mesh.add(f"w{i}", load=load, matched=blocks * STEP).add(f"p{i}", "prefill", load=load, matched=blocks * STEP)
+    pairs = mesh.placer.place(mesh.ask(prompt), 20)
+    for ranking in ([pair.decode for pair in pairs], pairs[0].prefill):
+        assert len(ranking) == len(pool)
+        for at, lower in enumerate(ranking):
+            for higher in ranking[:at]:
+                assert not (lower.matched > higher.matched and lower.load < higher.load), (lower, higher)

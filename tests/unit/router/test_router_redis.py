@@ -62,7 +62,7 @@ async def test_an_answer_is_remembered_exactly(valkey: Valkey) -> None:
         status = router.service.cache.status()
         assert (status.redis_ok, status.exact_hits, status.misses) == (True, 2, 1)
         # The hit takes no worker.
-        assert router.service.routing.credit.total == 0
+        assert router.service.routing.placer.credit.total == 0
     async with serving(valkey, cache="exact") as another:
         assert kind(await another.route(route_request())) == "exact", "another replica, or the same restarted"
 

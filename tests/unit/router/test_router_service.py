@@ -13,12 +13,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, NotFound, Unauthenticated, Unavailable
-from kvmesh.kv.hashing import block_hashes, request_seed
 from kvmesh.proto.v1 import engine_pb2, inference_pb2, router_pb2, router_pb2_grpc
 from kvmesh.rpc import from_rpc_error, open_channel
 from kvmesh.telemetry import metrics, names, tracing
 from router_harness import LIMIT_S, TOKEN, AttachedWorker, Router, running_router, until
-from router_helpers import SEED, full_answer, route_request, worker_info
+from router_helpers import chain, full_answer, kv_events, route_request, worker_info
+from services.router.placement.index import split
 
 SERVICE = "kvmesh.v1.Router"
 
@@ -68,7 +68,13 @@ async def test_route_says_what_is_wrong(router: Router) -> None:
         router.service.fleet.timeout_s = 0.0  # no longer gathering
         with raises(NotFound):
             await router.route(route_request(model="nope"))
-        for bad in ({"token_ids": []}, {"request_id": ""}, {"model": ""}, {"request_id": "x" * 129}):
+        for bad in (
+            {"prompt_tokens": 0},
+            {"chains": [router_pb2.PrefixChain(block_size=4, hashes=b"x")]},
+            {"request_id": ""},
+            {"model": ""},
+            {"request_id": "x" * 129},
+        ):
             with raises(InvalidArgument):
                 await router.route(route_request(**bad))
         for tau in (float("nan"), -0.1, 1.1):
@@ -101,7 +107,7 @@ async def test_load_reports_and_credit_steer(router: Router) -> None:
         await until(lambda: router.service.fleet.get("b").load.inflight_tokens == 100_000, "load")
         # Both equal but for the credit of r1 on b.
         assert decode_id(await router.route(route_request(request_id="r2"))) == "a"
-        credit = router.service.routing.credit
+        credit = router.service.routing.placer.credit
         assert credit.requests("a") == credit.requests("b") == 1
         await a.load("r2", inflight_tokens=100_000)
         await until(lambda: credit.requests("a") == 0, "seen")
@@ -111,18 +117,26 @@ async def test_load_reports_and_credit_steer(router: Router) -> None:
 
 
 async def test_a_burst_spreads_before_any_report(router: Router) -> None:
-    async with attached(router, *(worker_info(f"w{i}") for i in range(4))):
-        responses = await asyncio.gather(*(router.route(route_request(request_id=f"r{i}")) for i in range(40)))
+    async with attached(router, *(worker_info(f"w{i}") for i in range(4))) as workers:
+        for worker in workers:
+            await worker.send(router_pb2.AttachRequest(kv=kv_events(1)))
+        await until(lambda: router.service.fleet.columns.synced.sum() == 4, "snapshots")
+        request = route_request(chains=[chain(list(range(65)))])
+        requests = [router_pb2.RouteRequest() for _ in range(40)]
+        for i, each in enumerate(requests):
+            each.CopyFrom(request)
+            each.request_id = f"r{i}"
+        responses = await asyncio.gather(*map(router.route, requests))
         counts = [sum(decode_id(r) == f"w{i}" for r in responses) for i in range(4)]
         assert counts == [10, 10, 10, 10]
 
 
 async def test_a_held_prefix_attracts(router: Router) -> None:
-    request = route_request(token_ids=list(range(41)))
-    chain = block_hashes(request_seed(SEED), list(range(40)), 4)
+    request = route_request(token_ids=list(range(65)), chains=[chain(list(range(65)))])
+    held = split(chain(list(range(65))).hashes)
     async with attached(router, *(worker_info(f"w{i}") for i in range(4))) as workers:
-        await workers[2].send(router_pb2.AttachRequest(kv=router_pb2.KvEvents(stored=chain)))
-        await until(lambda: len(router.service.fleet.get("w2").blocks) == 10, "blocks")
+        await workers[2].send(router_pb2.AttachRequest(kv=kv_events(1, held)))
+        await until(lambda: len(router.service.fleet.index) == 2, "blocks")
         for i in range(3):
             request.request_id = f"r{i}"
             assert decode_id(await router.route(request)) == "w2"
@@ -161,11 +175,11 @@ async def test_a_stream_that_never_registers_is_ended() -> None:
 async def test_a_new_incarnation_replaces_the_old_at_once(router: Router) -> None:
     async with attached(router, worker_info("a", incarnation=1)) as (old,):
         await router.route(route_request())
-        assert router.service.routing.credit.total > 0
+        assert router.service.routing.placer.credit.total > 0
         async with attached(router, worker_info("a", incarnation=2, address="127.0.0.1:2")):
             placed = await router.route(route_request(request_id="r2"))
             assert placed.placement.pair.decode.incarnation == 2
-            assert router.service.routing.credit.requests("a") == 1, "credit on the dead process is void"
+            assert router.service.routing.placer.credit.requests("a") == 1, "credit on the dead process is void"
             with raises(FailedPrecondition, "incarnation"):
                 while True:
                     await old.heartbeat()

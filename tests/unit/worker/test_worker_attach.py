@@ -9,7 +9,9 @@ from typing import Any
 import grpc
 
 from kvmesh.cli.ports import free_port
-from kvmesh.engine.worker.attach import CacheMirror, RouterLinks, _Outbox
+from kvmesh.engine.worker import attach_events
+from kvmesh.engine.worker.attach import RouterLinks
+from kvmesh.engine.worker.attach_events import CacheMirror, Outbox
 from kvmesh.engine.worker.resolve import resolve
 from kvmesh.kv.hashing import block_hashes, request_seed
 from kvmesh.kv.prefix import CacheEvent
@@ -17,6 +19,19 @@ from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.proto.v1 import router_pb2, router_pb2_grpc
 from kvmesh.rpc.limits import Deadline
 from worker_harness import Gateway, prompt, running, sampling, until
+
+
+def split(packed: bytes) -> set[bytes]:
+    assert len(packed) % 16 == 0
+    return {packed[at : at + 16] for at in range(0, len(packed), 16)}
+
+
+def told(worker: Any) -> set[bytes]:
+    """What a router should know of a worker's cache: blocks 8, 16, … of each chain."""
+    depths: dict[bytes, int] = {}
+    for block in worker.core.cache._blocks.values():
+        depths[block.hash] = depths[block.parent.hash] + 1 if block.parent is not None else 1
+    return {name for name, depth in depths.items() if depth % 8 == 0}
 
 
 class FakeRouter(router_pb2_grpc.RouterServicer):
@@ -29,6 +44,9 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
         self.seen: list[str] = []
         self.loads: list[pb.WorkerLoad] = []
         self.blocks: set[bytes] = set()
+        self.numbers: list[tuple[int, int]] = []
+        self.resets = 0
+        self.lose = False
         self.streams = 0
 
     async def Attach(self, requests: AsyncIterator[router_pb2.AttachRequest], context: Any) -> Any:
@@ -46,8 +64,13 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
             else:
                 if message.kv.reset:
                     self.blocks.clear()
-                self.blocks -= set(message.kv.removed)
-                self.blocks |= set(message.kv.stored)
+                    self.resets += 1
+                self.blocks -= split(message.kv.removed_packed)
+                self.blocks |= split(message.kv.stored_packed)
+                self.numbers.append((message.kv.incarnation, message.kv.sequence))
+                if self.lose:
+                    self.lose = False
+                    yield router_pb2.AttachResponse(router_id="r", need_snapshot=True)
             if len(self.kinds) % 5 == 0:
                 yield router_pb2.AttachResponse(router_id="r")
 
@@ -80,15 +103,24 @@ async def test_a_router_learns_registration_load_requests_and_blocks() -> None:
             assert router.info.address == worker.address
             assert router.info.state == pb.WORKER_STATE_SERVING
             async with Gateway(worker) as gateway:
-                tokens = prompt(70)
+                tokens = prompt(250)
                 request = gateway.request(tokens, sampling=sampling(30))
                 answer = await (await gateway.submit(request)).wait()
                 await until(lambda: router.seen == [request.request_id], "the router is not told of the request")
                 whole = tokens + answer.tokens[0]
                 seed = request_seed(router.info.base_seed, "", "")
-                hashes = set(block_hashes(seed, whole[:-1], 16))
-                await until(lambda: hashes <= router.blocks, "blocks are missing")
-                assert router.blocks == set(worker.core.cache.hashes())
+                hashes = block_hashes(seed, whole[:-1], 16)
+                assert len(hashes) > 16
+                await until(lambda: router.blocks == {hashes[7], hashes[15]}, "blocks are missing, or others came")
+                assert router.blocks == told(worker)
+                incarnation = worker.worker.incarnation
+                assert router.numbers == [(incarnation, i + 1) for i in range(len(router.numbers))]
+                assert router.resets == 1
+                router.blocks.clear()
+                router.lose = True
+                await until(lambda: router.resets == 2, "no snapshot though the router asked")
+                assert router.blocks == {hashes[7], hashes[15]}
+                assert router.numbers == [(incarnation, i + 1) for i in range(len(router.numbers))]
             await worker.worker.finish_work(Deadline.after(5))
             await until(lambda: router.states[-1] == pb.WORKER_STATE_DRAINING, "the router is not told of the drain")
         assert router.streams == 1
@@ -101,15 +133,15 @@ async def test_a_router_that_comes_back_gets_everything_anew_and_serving_never_w
             running(routers=[f"127.0.0.1:{port}"], report_interval_s=0.05) as worker,
             Gateway(worker) as gateway,
         ):
-            await gateway.ask(prompt(70))
-            await until(lambda: len(first.router.blocks) >= 4)
+            await gateway.ask(prompt(300))
+            await until(lambda: len(first.router.blocks) == 2)
             await first.server.stop(0)
             alone = await gateway.ask(prompt(70, 3))
             assert alone.error is None
             async with Served(f"127.0.0.1:{port}") as second:
                 await until(lambda: second.router.loads, "the worker does not attach again")
                 assert second.router.kinds[0] == "registration"
-                await until(lambda: second.router.blocks == set(worker.core.cache.hashes()), "blocks are missing")
+                await until(lambda: second.router.blocks == told(worker) != set(), "blocks are missing")
 
 
 async def test_a_router_that_never_was_costs_nothing() -> None:
@@ -143,31 +175,86 @@ async def test_a_name_that_does_not_resolve_leaves_the_other_routers_alone() -> 
             await until(lambda: served.router.loads, "one bad name keeps the worker from every router")
 
 
-def test_a_router_too_slow_for_the_events_gets_a_snapshot_instead(monkeypatch: Any) -> None:
-    monkeypatch.setattr("kvmesh.engine.worker.attach.MAX_PENDING_BLOCKS", 10)
-    mirror = CacheMirror()
-    outbox = _Outbox(mirror)
+def number(n: int) -> bytes:
+    return n.to_bytes(16, "little")
+
+
+class Publisher:
+    """Mirror and outbox as a worker has them, and a router that does what the protocol says."""
+
+    def __init__(self, incarnation: int = 7) -> None:
+        self.clock = 100.0
+        self.mirror = CacheMirror()
+        self.outbox = Outbox(self.mirror, incarnation, lambda: self.clock)
+        self.known: set[bytes] = set()
+        self.last = 0
+
+    def event(self, event: CacheEvent) -> None:
+        hashes = self.mirror.apply(event)
+        if hashes:
+            self.outbox.changed(hashes, stored=event.kind == "stored")
+
+    def deliver(self) -> list[router_pb2.KvEvents]:
+        messages = self.outbox.take_kv()
+        for message in messages:
+            assert message.sequence == self.last + 1
+            self.last = message.sequence
+            if message.reset:
+                self.known.clear()
+            self.known -= split(message.removed_packed)
+            self.known |= split(message.stored_packed)
+        return messages
+
+
+def test_of_a_chain_each_eighth_block_is_told_wherever_a_run_begins() -> None:
+    for first in range(1, 20):
+        publisher = Publisher()
+        run = tuple(number(depth) for depth in range(first, first + 20))
+        publisher.event(CacheEvent("stored", run, b"parent", first))
+        assert list(publisher.mirror.hashes) == [number(d) for d in (8, 16, 24, 32) if first <= d < first + 20]
+
+
+def test_a_batch_is_one_message_whatever_happened_in_it() -> None:
+    publisher = Publisher()
+    assert [m.reset for m in publisher.deliver()] == [True]
 
     def happen(kind: str, *numbers: int) -> None:
-        event = CacheEvent(kind, tuple(n.to_bytes(16, "little") for n in numbers))
-        mirror.apply(event)
-        outbox.cache_event(event)
+        publisher.event(CacheEvent(kind, tuple(map(number, numbers)), depth=8 if kind == "stored" else 0))
 
-    assert [m.reset for m in outbox.take_kv()] == [True]
-    happen("stored", 1, 2)
-    happen("removed", 2)
-    happen("stored", 2, 3)
-    blocks: set[bytes] = {b"old"}
-    for message in outbox.take_kv():
-        assert not message.reset
-        assert not (message.stored and message.removed)
-        blocks = (blocks - set(message.removed)) | set(message.stored)
-    assert blocks == {b"old", *(n.to_bytes(16, "little") for n in (1, 2, 3))}
-    happen("stored", *range(4, 20))
-    (snapshot,) = outbox.take_kv()
-    assert snapshot.reset
-    assert set(snapshot.stored) == set(mirror.hashes)
-    assert outbox.take_kv() == []
+    for n in range(1, 5):
+        happen("stored", n)
+    publisher.deliver()
+    happen("removed", 2, 3)
+    happen("stored", 2)
+    happen("stored", 5)
+    happen("removed", 5)
+    (message,) = publisher.deliver()
+    assert (split(message.stored_packed), split(message.removed_packed)) == ({number(2)}, {number(3), number(5)})
+    assert publisher.known == set(publisher.mirror.hashes) == {number(1), number(2), number(4)}
+
+
+def test_a_quiet_cache_is_told_as_well() -> None:
+    publisher = Publisher()
+    assert len(publisher.deliver()) == 1
+    assert publisher.deliver() == []
+    publisher.clock += attach_events.KEEPALIVE_S
+    (message,) = publisher.deliver()
+    assert (message.reset, message.stored_packed, message.sequence) == (False, b"", 2)
+    assert publisher.deliver() == []
+
+
+def test_a_router_too_slow_for_the_events_gets_a_snapshot_in_parts(monkeypatch: Any) -> None:
+    monkeypatch.setattr(attach_events, "MAX_PENDING_BLOCKS", 10)
+    monkeypatch.setattr(attach_events, "BATCH_BLOCKS", 8)
+    publisher = Publisher()
+    publisher.deliver()
+    publisher.known.add(b"o" * 16)
+    for n in range(20):
+        publisher.event(CacheEvent("stored", (number(n),), depth=8))
+    parts = publisher.deliver()
+    assert [(m.reset, m.more) for m in parts] == [(True, True), (False, True), (False, False)]
+    assert publisher.known == set(publisher.mirror.hashes)
+    assert publisher.deliver() == []
 
 
 async def test_close_ends_all_streams() -> None:

@@ -21,7 +21,8 @@ from kvmesh.engine.events import StepDone
 from kvmesh.engine.parallel.ranks import ranks_of
 from kvmesh.engine.parallel.wire import Kind
 from kvmesh.engine.runner import Runner
-from kvmesh.engine.worker.attach import CacheRelay, RouterLinks
+from kvmesh.engine.worker.attach import RouterLinks
+from kvmesh.engine.worker.attach_events import CacheRelay
 from kvmesh.engine.worker.channels import PrefillChannels
 from kvmesh.engine.worker.context import Identity, WorkerContext
 from kvmesh.engine.worker.convert import load_proto
@@ -71,7 +72,7 @@ class Worker:
         self.status = WorkerStatus(self.settings.role, needs_sidecar=self.settings.sidecar_socket is not None)
         self.requests = DecodeRequests(on_seen=self._on_seen)
         self.decode = DecodeService(self.status, self.requests)
-        self.prefill = PrefillService(self.status)
+        self.prefill = PrefillService(self.status, on_seen=self._on_seen)
         self.engine = EngineService(self.status, lambda: service.server.address, self.finish_work)
         self.ctx: WorkerContext | None = None
         self.routers: RouterLinks | None = None
@@ -90,7 +91,7 @@ class Worker:
             engine_pb2_grpc.add_EngineServicer_to_server,
             self.engine,
             access=Access.INNER,
-            while_draining=("Describe", "GetLoad", "Drain"),
+            while_draining=("Describe", "GetLoad", "Drain", "Cordon"),
             long_lived=("Drain",),
         )
         if DECODE in served:
@@ -128,8 +129,8 @@ class Worker:
         loop = asyncio.get_running_loop()
         pump = EventPump(loop)
         self.routers = RouterLinks(
-            settings.routers, info=self._info, load=self._load, open_channel=self._channel,
-            interval_s=settings.report_interval_s,
+            settings.routers, incarnation=self.incarnation, info=self._info, load=self._load,
+            open_channel=self._channel, interval_s=settings.report_interval_s,
         )  # fmt: skip
         staging = movers.staging
         link = self._link(identity, memory)

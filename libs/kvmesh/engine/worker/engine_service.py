@@ -1,4 +1,4 @@
-"""`kvmesh.v1.Engine`: Describe, GetLoad, Drain."""
+"""`kvmesh.v1.Engine`: Describe, GetLoad, Drain, Cordon."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def worker_info(ctx: WorkerContext, status: WorkerStatus, address: str) -> pb.Wo
         max_batch=settings.max_batch,
         total_pages=identity.layout.num_pages,
         eos_token_ids=sorted(identity.info.eos_token_ids),
+        transports=client.transports if client is not None else (),
     )
 
 
@@ -89,6 +90,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             await asyncio.sleep(PROGRESS_S / 10)
             load = ctx.core.load()
         yield pb.DrainResponse(running=load.running + load.transferring, waiting=load.waiting, drained=True)
+
+    async def Cordon(self, request: pb.CordonRequest, context: ServicerContext) -> pb.CordonResponse:
+        """Mark the worker, or take the mark away. What comes in spite of it is served."""
+        ctx = self._loaded()
+        self.status.update(cordoned=request.cordoned)
+        return pb.CordonResponse(info=worker_info(ctx, self.status, self._address()))
 
     async def _run(self, deadline: Deadline) -> None:
         await self._drain(deadline)

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -95,9 +95,11 @@ def _fail(future: asyncio.Future[T], error: KvmeshError) -> None:
 class PrefillService(engine_pb2_grpc.PrefillServicer):
     """The face of prefill. `ctx` is set once the model is loaded."""
 
-    def __init__(self, status: WorkerStatus) -> None:
+    def __init__(self, status: WorkerStatus, on_seen: Callable[[str], None] | None = None) -> None:
+        """`on_seen(request_id)`: told of each prompt taken (routers end their credit by it)."""
         self.status = status
         self.ctx: WorkerContext | None = None
+        self._on_seen = on_seen
         self._live: set[_Run] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -139,6 +141,8 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
         await ctx.at_step(RequestStep.RUN_RECEIVED, run.public)
         with tracing.span(names.SPAN_ENGINE_PREFILL, attributes=_attributes(ctx, request, tenant)) as span:
             self._submit(ctx, run, engine_request)
+            if self._on_seen is not None:
+                self._on_seen(request.request_id)
             outcome = _Outcome()
             try:
                 await ctx.at_step(RequestStep.RUN_SUBMITTED, run.public)

@@ -28,10 +28,11 @@ def services_of(role: str, *, has_sidecar: bool) -> tuple[str, ...]:
 
 
 class WorkerStatus:
-    """Starting → serving → draining, with two faults: no progress, and no sidecar.
+    """Starting → serving ⇄ cordoned → draining, with two faults: no progress, and no sidecar.
 
     Without its sidecar decode still serves (it prefills on its own), so it stays SERVING and only its
-    `kvtransfer_address` goes; prefill has nothing to offer then. Runs on the event loop.
+    `kvtransfer_address` goes; prefill has nothing to offer then. Cordoned is what routers are told and no more: the
+    worker is ready and takes what comes. Runs on the event loop.
     """
 
     def __init__(self, role: str, *, needs_sidecar: bool) -> None:
@@ -39,6 +40,7 @@ class WorkerStatus:
         self.loaded = False
         self.draining = False
         self.stalled = False
+        self.cordoned = False
         # Until the first connection the worker is starting; later losses are faults.
         self.sidecar_seen = not needs_sidecar
         self.sidecar_up = False
@@ -54,20 +56,23 @@ class WorkerStatus:
         loaded: bool | None = None,
         draining: bool | None = None,
         stalled: bool | None = None,
+        cordoned: bool | None = None,
         sidecar_up: bool | None = None,
     ) -> None:
         """Set what is given; tells the listeners if anything changed."""
-        before = (self.loaded, self.draining, self.stalled, self.sidecar_up)
+        before = (self.loaded, self.draining, self.stalled, self.cordoned, self.sidecar_up)
         if loaded is not None:
             self.loaded = loaded
         if draining is not None:
             self.draining = draining
         if stalled is not None:
             self.stalled = stalled
+        if cordoned is not None:
+            self.cordoned = cordoned
         if sidecar_up is not None:
             self.sidecar_up = sidecar_up
             self.sidecar_seen = self.sidecar_seen or sidecar_up
-        if before != (self.loaded, self.draining, self.stalled, self.sidecar_up):
+        if before != (self.loaded, self.draining, self.stalled, self.cordoned, self.sidecar_up):
             log.info("worker state: %s", pb.WorkerState.Name(self.state).removeprefix("WORKER_STATE_").lower())
             for listener in self._listeners:
                 listener()
@@ -81,7 +86,7 @@ class WorkerStatus:
             return pb.WORKER_STATE_STARTING
         if self.stalled or (self.role == "prefill" and not self.sidecar_up):
             return pb.WORKER_STATE_STALLED
-        return pb.WORKER_STATE_SERVING
+        return pb.WORKER_STATE_CORDONED if self.cordoned else pb.WORKER_STATE_SERVING
 
     def ready(self, service: str) -> bool:
         """Readiness of one service."""

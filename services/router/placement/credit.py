@@ -25,12 +25,23 @@ class _Account:
 
 
 class CreditBook:
-    """All credits of one router. Not thread-safe: it lives on the event loop."""
+    """All credits of one router. Not thread-safe: it lives on the event loop.
 
-    def __init__(self, ttl_s: float, clock: Clock = time.monotonic, *, max_requests: int = 65536) -> None:
+    on_change(worker_id, tokens): told each time the sum of a worker changes.
+    """
+
+    def __init__(
+        self,
+        ttl_s: float,
+        clock: Clock = time.monotonic,
+        *,
+        max_requests: int = 65536,
+        on_change: Callable[[str, int], None] | None = None,
+    ) -> None:
         self._ttl_s = ttl_s
         self._clock = clock
         self._max_requests = max_requests
+        self._on_change = on_change or (lambda worker_id, tokens: None)
         self._accounts: dict[str, _Account] = {}
         # request id → (time of placement, workers charged). Insertion order is expiry order: the lifetime is one value.
         self._placed: OrderedDict[str, tuple[float, tuple[str, ...]]] = OrderedDict()
@@ -49,6 +60,7 @@ class CreditBook:
             account = self._accounts.setdefault(worker_id, _Account())
             account.tokens[request_id] = tokens
             account.total += tokens
+            self._on_change(worker_id, account.total)
 
     def seen(self, worker_id: str, request_ids: Iterable[str]) -> None:
         """The worker's report shows these requests: its own credits for them end, those of other workers stay."""
@@ -64,7 +76,8 @@ class CreditBook:
 
     def drop_worker(self, worker_id: str) -> None:
         """The worker left, or a new incarnation took its place: what was placed on it is gone."""
-        self._accounts.pop(worker_id, None)
+        if self._accounts.pop(worker_id, None) is not None:
+            self._on_change(worker_id, 0)
 
     def sweep(self) -> None:
         """End the credits older than the lifetime."""
@@ -102,3 +115,4 @@ class CreditBook:
         account.total -= account.tokens.pop(request_id)
         if not account.tokens:
             del self._accounts[worker_id]
+        self._on_change(worker_id, account.total)

@@ -1,0 +1,171 @@
+"""How much of a prompt each worker already holds: one index over all workers, hash of every 8th block → bitmap.
+
+A prompt's chain is walked once for all workers: the bitmap of those that hold everything up to a hash narrows from hash
+to hash, and a worker that drops out holds what came before. A cold prompt costs one look-up. Bitmaps are Python
+integers: up to 64 workers one costs what a word does, and for 512 an AND of two is still cheaper than a look-up.
+
+A worker that leaves, or starts a snapshot, is masked out at once; its bits are cleared a few at a time with each later
+change, and only then is its column given to another.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmesh.kv.hashing import HASH_BYTES
+
+MAX_BLOCKS = 1 << 17
+"""Hashes kept of one worker: every 8th of a million blocks. What comes beyond is not known, no more."""
+
+_SWEEP_PER_CHANGE = 4
+_SWEEP_LEAST = 64
+
+
+@dataclass(slots=True)
+class _Column:
+    """One worker's bit and the hashes that have it set."""
+
+    bit: int
+    limit: int
+    held: set[bytes] = field(default_factory=set)
+
+
+class PrefixIndex:
+    """Which owner (a small number, a worker's slot) holds which hashes. Not thread-safe: it lives on the event loop."""
+
+    def __init__(self) -> None:
+        self._bits: dict[bytes, int] = {}
+        self._columns: dict[int, _Column] = {}
+        self._owner_of = np.full(64, -1, np.int64)
+        self._used = 0
+        self._free: list[int] = []
+        self._shown = 0
+        self._dirty: deque[_Column] = deque()
+
+    def __len__(self) -> int:
+        """Distinct hashes."""
+        return len(self._bits)
+
+    # --- what workers say -----------------------------------------------------------------------------------------
+
+    def reset(self, owner: int, limit: int = MAX_BLOCKS) -> None:
+        """Forget what the owner holds and hide it until `show`. `limit`: hashes it can hold."""
+        self.drop(owner)
+        bit = heapq.heappop(self._free) if self._free else self._used
+        self._used = max(self._used, bit + 1)
+        while bit >= len(self._owner_of):
+            self._owner_of = np.concatenate([self._owner_of, np.full_like(self._owner_of, -1)])
+        self._owner_of[bit] = owner
+        self._columns[owner] = _Column(bit, min(limit, MAX_BLOCKS))
+
+    def show(self, owner: int) -> None:
+        """What the owner holds is whole: it counts from now on."""
+        column = self._columns.get(owner)
+        if column is not None:
+            self._shown |= 1 << column.bit
+
+    def drop(self, owner: int) -> None:
+        """The owner left. Idempotent; takes no time that depends on what it held."""
+        column = self._columns.pop(owner, None)
+        if column is not None:
+            self._shown &= ~(1 << column.bit)
+            self._owner_of[column.bit] = -1
+            self._dirty.append(column)
+            self.sweep(_SWEEP_LEAST)
+
+    def store(self, owner: int, packed: bytes) -> None:
+        """The owner holds these hashes, 16 bytes each; those beyond its limit are left out."""
+        column = self._columns[owner]
+        held, bits, mask = column.held, self._bits, 1 << column.bit
+        for block in split(packed):
+            if block not in held:
+                if len(held) >= column.limit:
+                    break
+                held.add(block)
+                bits[block] = bits.get(block, 0) | mask
+        self._after(packed)
+
+    def remove(self, owner: int, packed: bytes) -> None:
+        """The owner holds these no more; unknown ones are passed over."""
+        column = self._columns[owner]
+        held = column.held
+        for block in split(packed):
+            if block in held:
+                held.remove(block)
+                self._clear(block, column.bit)
+        self._after(packed)
+
+    def _after(self, packed: bytes) -> None:
+        if self._dirty:
+            self.sweep(_SWEEP_LEAST + _SWEEP_PER_CHANGE * (len(packed) // HASH_BYTES))
+
+    def sweep(self, budget: int) -> int:
+        """Clear up to `budget` bits of columns that were dropped; returns how many columns wait still."""
+        while self._dirty and budget > 0:
+            column = self._dirty[0]
+            held, bit = column.held, column.bit
+            while held and budget > 0:
+                self._clear(held.pop(), bit)
+                budget -= 1
+            if not held:
+                self._dirty.popleft()
+                heapq.heappush(self._free, bit)
+        return len(self._dirty)
+
+    def _clear(self, block: bytes, bit: int) -> None:
+        left = self._bits[block] ^ (1 << bit)
+        if left:
+            self._bits[block] = left
+        else:
+            del self._bits[block]
+
+    # --- what the router asks -------------------------------------------------------------------------------------
+
+    def held(self, owner: int) -> frozenset[bytes]:
+        """The hashes of one owner, shown or not."""
+        column = self._columns.get(owner)
+        return frozenset(column.held) if column is not None else frozenset()
+
+    def depths(self, packed: bytes) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """(leading hashes of the chain, owners that hold exactly so many), owners that hold none left out."""
+        bits, mask, depth = self._bits, self._shown, 0
+        for block in split(packed):
+            left = mask & bits.get(block, 0)
+            if left != mask:
+                if depth:
+                    yield depth, self._owners(mask ^ left)
+                if not left:
+                    return
+                mask = left
+            depth += 1
+        if depth and mask:
+            yield depth, self._owners(mask)
+
+    def match(self, chains: Iterable[tuple[int, bytes]], size: int) -> npt.NDArray[np.int64]:
+        """Matched tokens by owner, for owners below `size`. chains: (tokens of one hash, packed hashes)."""
+        tokens = np.zeros(size, np.int64)
+        for each, packed in chains:
+            for depth, owners in self.depths(packed):
+                np.maximum.at(tokens, owners, depth * each)
+        return tokens
+
+    def _owners(self, mask: int) -> npt.NDArray[np.int64]:
+        if mask.bit_count() <= 4:
+            found = []
+            while mask:
+                found.append(mask.bit_length() - 1)
+                mask ^= 1 << found[-1]
+            return self._owner_of[found]
+        raw = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
+        return self._owner_of[np.flatnonzero(np.unpackbits(raw, bitorder="little"))]
+
+
+def split(packed: bytes) -> list[bytes]:
+    """The hashes of a packed run; a rest that is none is left out."""
+    return [packed[at : at + HASH_BYTES] for at in range(0, len(packed) - HASH_BYTES + 1, HASH_BYTES)]
