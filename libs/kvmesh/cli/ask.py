@@ -65,18 +65,23 @@ def summary(finished: pb.Finished) -> Table:
     decode_tokens = usage.completion_tokens - 1
     tpot = (served.total_ms - served.ttft_ms) / decode_tokens if decode_tokens > 0 else 0.0
     cached = f" ({usage.cached_tokens} from the prefix cache)" if usage.cached_tokens else ""
+    cache = served.cache or "none"
+    if cache in ("exact", "semantic"):
+        cache += f", {served.cache_age_s:.0f} s old, cosine {served.cache_similarity:.3f}, {served.cache_purge_id}"
     rows = [
-        ("cache", served.cache or "none"),
+        ("cache", cache),
         ("tokens", f"{usage.prompt_tokens} in{cached}, {usage.completion_tokens} out"),
         ("TTFT", f"{served.ttft_ms:.0f} ms"),
         ("TPOT", f"{tpot:.1f} ms" if tpot else "–"),
         ("decode", served.decode_worker or "–"),
-        ("prefill", served.prefill_worker or ("–" if served.cache not in ("", "none") else "on decode")),
+        ("prefill", served.prefill_worker or ("on decode" if served.decode_worker else "–")),
         ("transport", served.transport or "–"),
         ("bytes moved", f"{served.transfer_bytes:,}"),
     ]
     if served.degraded:
         rows.append(("degraded", "placed without the router"))
+    if served.heals:
+        rows.append(("heals", f"went on elsewhere {served.heals} time(s)"))
     if served.retries:
         rows.append(("retries", str(served.retries)))
     for key, value in rows:

@@ -10,10 +10,9 @@ import typer
 from rich.console import Console
 
 from kvmesh import __version__
-from kvmesh.cli import tls
+from kvmesh.cli import cache, router, workers
+from kvmesh.cli.options import TlsCa, TlsCert, TlsKey, TlsName, fail, secure_of
 from kvmesh.cli.state import read_state
-from kvmesh.cli.tls import Secure
-from kvmesh.errors import KvmeshError
 
 app = typer.Typer(
     name="kvmesh",
@@ -23,23 +22,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(cache.app)
+app.add_typer(router.app)
+app.add_typer(workers.app)
+
 DEFAULT_GATEWAY = "127.0.0.1:8080"
-TlsCa = Annotated[str, typer.Option("--tls-ca", help=tls.CA_HELP, envvar=tls.CA_VARIABLE)]
-TlsCert = Annotated[str, typer.Option("--tls-cert", help=tls.CERT_HELP, envvar=tls.CERT_VARIABLE)]
-TlsKey = Annotated[str, typer.Option("--tls-key", help=tls.KEY_HELP, envvar=tls.KEY_VARIABLE)]
-TlsName = Annotated[str, typer.Option("--tls-server-name", help=tls.NAME_HELP, envvar=tls.NAME_VARIABLE)]
-
-
-def _fail(message: str) -> typer.Exit:
-    Console(stderr=True).print(message, style="red", markup=False)
-    return typer.Exit(2)
-
-
-def _secure(ca: str, cert: str, key: str, server_name: str) -> Secure:
-    try:
-        return Secure.of(ca, cert, key, server_name)
-    except KvmeshError as error:
-        raise _fail(error.message) from None
 
 
 @app.command()
@@ -79,15 +66,15 @@ def up(
     from kvmesh.cli.up import up as run
 
     if decode + unified < 1:
-        raise _fail("a mesh needs at least one decode or unified worker")
+        raise fail("a mesh needs at least one decode or unified worker")
     settings: dict[str, str] = {}
     for item in setting or []:
         key, equals, value = item.partition("=")
         if not equals or "." not in key:
-            raise _fail(f"--set {item}: expected service.setting=value")
+            raise fail(f"--set {item}: expected service.setting=value")
         problem = unknown_setting(key)
         if problem:
-            raise _fail(f"--set {item}: {problem}")
+            raise fail(f"--set {item}: {problem}")
         settings[key] = value
     engines = prefill + decode + unified
     options = MeshOptions(
@@ -133,7 +120,7 @@ def ask(
     target = address or (state.gateway if state else DEFAULT_GATEWAY)
     name = model or (state.model if state and not address else "auto")
     sampling = {"temperature": temperature, "max_tokens": max_tokens}
-    secure = _secure(tls_ca, tls_cert, tls_key, tls_server_name)
+    secure = secure_of(tls_ca, tls_cert, tls_key, tls_server_name)
     work = run(
         target,
         question,
@@ -161,13 +148,13 @@ def status(
 
     state = read_state()
     if not router and state is None:
-        raise _fail("no mesh runs here (kvmesh up starts one); name a router with --router")
+        raise fail("no mesh runs here (kvmesh up starts one); name a router with --router")
     target = router or (state.router if state else "")
     token = token_file or (state.token_file if state and not router else "")
     console = Console()
     # Into a file or a pipe there is no edge of a screen to fold at.
     wide = console if console.is_terminal else Console(width=200)
-    secure = _secure(tls_ca, tls_cert, tls_key, tls_server_name)
+    secure = secure_of(tls_ca, tls_cert, tls_key, tls_server_name)
     raise typer.Exit(asyncio.run(print_status(target, token, wide, secure)))
 
 
@@ -180,7 +167,7 @@ def key(
     from kvmesh.rpc.credentials import hash_key, new_key
 
     if not TENANT_PATTERN.fullmatch(tenant):
-        raise _fail("a tenant is named by 1 to 128 letters, digits, dots, dashes and underscores")
+        raise fail("a tenant is named by 1 to 128 letters, digits, dots, dashes and underscores")
     secret = new_key()
     # Not through a console, which breaks lines at its width: the record must stay TOML.
     typer.echo(f"key (shown once): {secret}")

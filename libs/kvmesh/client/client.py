@@ -18,6 +18,7 @@ UNARY_TIMEOUT_S = 10.0
 
 Message = pb.ChatMessage | Mapping[str, str] | tuple[str, str]
 Cache = str | None
+CacheControl = Mapping[str, bool | int | float]
 _CACHE = {
     None: pb.CACHE_MODE_UNSPECIFIED,
     "off": pb.CACHE_MODE_OFF,
@@ -61,13 +62,18 @@ class Client:
         ttft_ms: int | None = None,
         total_ms: int | None = None,
         cache: Cache = None,
+        cache_control: CacheControl | None = None,
         cache_salt: str = "",
+        user: str = "",
+        session_id: str = "",
         timeout_s: float | None = None,
         **sampling: Any,
     ) -> Stream:
         """Continue a conversation. `messages`: dicts with role and content, pairs, or ChatMessage.
 
-        `cache`: off, exact or semantic; None = what the tenant may have. `timeout_s`: the call's own deadline.
+        `cache`: off, exact or semantic; None = what the tenant may have. `cache_control`: fields of `CacheControl`
+        (no_cache, no_store, only_if_cached, max_age_s, tau). `user`: whose question it is, answers are never shared
+        between users. `session_id`: requests of one session prefer one worker. `timeout_s`: the call's own deadline.
         InvalidArgument for a sampling parameter that does not exist.
         """
         request = pb.ChatRequest(
@@ -76,8 +82,11 @@ class Client:
             sampling=_sampling(sampling),
             limits=_limits(ttft_ms, total_ms),
             cache=_cache(cache),
+            cache_control=_cache_control(cache_control),
             request_id=request_id,
             cache_salt=cache_salt,
+            user=user,
+            session_id=session_id,
         )
         return self._stream(self._stub.Chat, request, "chat", timeout_s)
 
@@ -90,7 +99,10 @@ class Client:
         ttft_ms: int | None = None,
         total_ms: int | None = None,
         cache: Cache = None,
+        cache_control: CacheControl | None = None,
         cache_salt: str = "",
+        user: str = "",
+        session_id: str = "",
         timeout_s: float | None = None,
         **sampling: Any,
     ) -> Stream:
@@ -100,8 +112,11 @@ class Client:
             sampling=_sampling(sampling),
             limits=_limits(ttft_ms, total_ms),
             cache=_cache(cache),
+            cache_control=_cache_control(cache_control),
             request_id=request_id,
             cache_salt=cache_salt,
+            user=user,
+            session_id=session_id,
         )
         if isinstance(prompt, str):
             request.text = prompt
@@ -180,3 +195,15 @@ def _cache(mode: Cache) -> pb.CacheMode.ValueType:
     if mode not in _CACHE:
         raise InvalidArgument(f"unknown cache mode {mode!r}: off, exact or semantic", details={"field": "cache"})
     return _CACHE[mode]
+
+
+def _cache_control(given: CacheControl | None) -> pb.CacheControl | None:
+    if given is None:
+        return None
+    for name in given:
+        if name not in pb.CacheControl.DESCRIPTOR.fields_by_name:
+            raise InvalidArgument(f"there is no cache control {name!r}", details={"field": "cache_control"})
+    try:
+        return pb.CacheControl(**given)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as exc:
+        raise InvalidArgument(f"bad cache control: {exc}", details={"field": "cache_control"}) from exc

@@ -223,28 +223,18 @@ class ExplainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    TRIAL_FIELD_NUMBER: _builtins.int
-    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of a request, the client's own or the mesh's."""
-    tenant: _builtins.str
-    """Of a trial: the tenant it is made for; default `local`."""
-    @_builtins.property
-    def trial(self) -> _router_pb2.RouteRequest: ...
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
-        trial: _router_pb2.RouteRequest | None = ...,
-        tenant: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "trial", b"trial", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "tenant", b"tenant", "trial", b"trial", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["request_id", "trial"]  # noqa: Y015
-    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
 

@@ -75,8 +75,7 @@ class RouterAdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Explain shows why a request was decided as it was: one that this replica decided lately, or a trial that changes
-        nothing. NOT_FOUND for an unknown request.
+        """Explain shows why this replica decided a request as it did, lately. NOT_FOUND for an unknown request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

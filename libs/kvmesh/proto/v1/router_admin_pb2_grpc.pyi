@@ -37,9 +37,7 @@ class RouterAdminStub:
     CachePurge: _grpc.UnaryUnaryMultiCallable[_router_admin_pb2.CachePurgeRequest, _router_admin_pb2.CachePurgeResponse]
     """CachePurge forgets answers, on every replica. INVALID_ARGUMENT when nothing is named."""
     Explain: _grpc.UnaryUnaryMultiCallable[_router_admin_pb2.ExplainRequest, _router_admin_pb2.ExplainResponse]
-    """Explain shows why a request was decided as it was: one that this replica decided lately, or a trial that changes
-    nothing. NOT_FOUND for an unknown request.
-    """
+    """Explain shows why this replica decided a request as it did, lately. NOT_FOUND for an unknown request."""
     Feedback: _grpc.UnaryUnaryMultiCallable[_router_admin_pb2.FeedbackRequest, _router_admin_pb2.FeedbackResponse]
     """Feedback takes the verdict on an answer of an alias's class. NOT_FOUND for an unknown decision."""
 
@@ -51,9 +49,7 @@ class RouterAdminAsyncStub(RouterAdminStub):
     CachePurge: _aio.UnaryUnaryMultiCallable[_router_admin_pb2.CachePurgeRequest, _router_admin_pb2.CachePurgeResponse]  # type: ignore[assignment]
     """CachePurge forgets answers, on every replica. INVALID_ARGUMENT when nothing is named."""
     Explain: _aio.UnaryUnaryMultiCallable[_router_admin_pb2.ExplainRequest, _router_admin_pb2.ExplainResponse]  # type: ignore[assignment]
-    """Explain shows why a request was decided as it was: one that this replica decided lately, or a trial that changes
-    nothing. NOT_FOUND for an unknown request.
-    """
+    """Explain shows why this replica decided a request as it did, lately. NOT_FOUND for an unknown request."""
     Feedback: _aio.UnaryUnaryMultiCallable[_router_admin_pb2.FeedbackRequest, _router_admin_pb2.FeedbackResponse]  # type: ignore[assignment]
     """Feedback takes the verdict on an answer of an alias's class. NOT_FOUND for an unknown decision."""
 
@@ -80,9 +76,7 @@ class RouterAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _router_admin_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_admin_pb2.ExplainResponse, _abc.Awaitable[_router_admin_pb2.ExplainResponse]]:
-        """Explain shows why a request was decided as it was: one that this replica decided lately, or a trial that changes
-        nothing. NOT_FOUND for an unknown request.
-        """
+        """Explain shows why this replica decided a request as it did, lately. NOT_FOUND for an unknown request."""
 
     @_abc_1.abstractmethod
     def Feedback(
