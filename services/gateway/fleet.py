@@ -12,6 +12,7 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.channel import MeshChannel
 from kvmesh.rpc.tasks import BackgroundTasks
 from kvmesh.telemetry import metrics, names
+from services.gateway.chains import Kind, kinds_of
 from services.gateway.link import LinkState, WorkerLink
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Fleet:
         self._live: set[str] = set()
         self._members: dict[str, Member] = {}
         self._links: set[WorkerLink] = set()
+        self._kinds: dict[str, list[Kind]] = {}
         self.known = asyncio.Event()
         """Set once any source has given a whole list."""
 
@@ -146,6 +148,7 @@ class Fleet:
 
     def changed(self) -> None:
         """Something that decides what can serve has changed."""
+        self._kinds.clear()
         self._links = {link for link in self._links if link.state is not LinkState.CLOSED}
         states = [link.state for link in self._links]
         for state in LinkState:
@@ -195,6 +198,13 @@ class Fleet:
                 if info.model == chosen:
                     return info
         return None
+
+    def kinds(self, model: str) -> list[Kind]:
+        """The kinds of prefix cache among the workers of a model."""
+        kinds = self._kinds.get(model)
+        if kinds is None:
+            kinds = self._kinds[model] = kinds_of((member.info for member in self._members.values()), model)
+        return kinds
 
     def aliases(self) -> dict[str, str]:
         """Alias → model ("" = what most workers serve), as the routers say; the built-in ones where none does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.errors import Unavailable
@@ -11,6 +11,7 @@ from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.auth import LOCAL_TENANT
 from kvmesh.rpc.limits import RequestLimits
+from services.gateway.chains import Kind, PromptNames
 from services.gateway.output import worker_sampling
 from services.gateway.routers import Replica
 from services.gateway.tokenizers import ModelTokenizer
@@ -57,6 +58,7 @@ class Job:
     prompt_text: str = ""
     default_length: bool = False
     """True when `max_tokens` is what the context holds, not the client's wish."""
+    prompt: PromptNames = field(default_factory=PromptNames)
 
     async def retarget(self, model: str) -> None:
         """Become the same request for `model`. InvalidArgument and the like when it does not fit that one."""
@@ -83,9 +85,14 @@ class Job:
         return self.cache != pb.CACHE_MODE_OFF
 
     def route_request(
-        self, gateway_id: str, *, cache: pb.CacheMode.ValueType, exclude: Sequence[str]
+        self,
+        gateway_id: str,
+        *,
+        cache: pb.CacheMode.ValueType,
+        exclude: Sequence[str],
+        kinds: Iterable[Kind] | None = None,
     ) -> router_pb2.RouteRequest:
-        """What the router is asked.
+        """What the router is asked. `kinds`: of the prefix caches that the prompt is named for (see `chains`).
 
         A drawn seed stays out: it would make every request different from all others. So does a default `max_tokens`:
         it follows from the prompt's length, and similar questions would never share an answer.
@@ -97,11 +104,10 @@ class Job:
         if self.default_length:
             sampling.ClearField("max_tokens")
         ttft_ms, total_ms = self.limits.remaining_ms()
-        return router_pb2.RouteRequest(
+        request = router_pb2.RouteRequest(
             request_id=self.inner_id,
             gateway_id=gateway_id,
             model=self.model,
-            token_ids=self.token_ids,
             sampling=sampling,
             cache=cache,
             tau=self.tau,
@@ -112,6 +118,8 @@ class Job:
             total_ms=total_ms,
             exclude_workers=exclude,
         )
+        self.prompt.fill(request, self.token_ids, request.cache_salt, kinds)
+        return request
 
     def submit_request(
         self, gateway_id: str, attempt: int, model: str, prefill: Sequence[engine_pb2.PrefillTarget]

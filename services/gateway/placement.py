@@ -157,7 +157,12 @@ class Placer:
         # Each turn asks for less: another model's name once, then no cache. The bound is for a router that contradicts
         # itself.
         for _ in range(MAX_ROUTES if len(self._routers) else 0):
-            request = job.route_request(self._fleet.gateway_id, cache=cache, exclude=sorted(progress.excluded))
+            request = job.route_request(
+                self._fleet.gateway_id,
+                cache=cache,
+                exclude=sorted(progress.excluded),
+                kinds=self._fleet.kinds(job.served),
+            )
             try:
                 response, decided_by = await self._routers.route(request, job.tenant)
             except NoRouter:
