@@ -93,6 +93,7 @@ GATEWAY_WAITING = _gauge("gateway_requests_waiting", "Requests that wait for a w
 GATEWAY_HEALS = _counter("gateway_heals_total", "Requests placed again after a lost worker.", "outcome")
 GATEWAY_DEGRADED = _counter("gateway_degraded_total", "Requests placed without a router.")
 GATEWAY_SLOW_READERS = _counter("gateway_slow_readers_total", "Requests aborted since their reader was too slow.")
+GATEWAY_FLIGHTS = _counter("gateway_flights_total", "Shared generations, by what this gateway did in them.", "role")
 GATEWAY_WORKERS = _gauge("gateway_workers", "Workers whose frames are open, by state.", "state")
 AUTH_FAILURES = _counter("auth_failures_total", "Calls refused by authentication, by cause.", "cause")
 
@@ -179,6 +180,7 @@ SERVICE_VERSION = "service.version"
 
 ATTR_REQUEST_ID = "kvmesh.request.id"
 ATTR_ATTEMPT = "kvmesh.request.attempt"
+ATTR_REPLAYED_TOKENS = "kvmesh.request.replayed_tokens"
 ATTR_TENANT = "kvmesh.tenant"
 ATTR_DECISION = "kvmesh.router.decision"
 ATTR_CACHE = "kvmesh.cache"
