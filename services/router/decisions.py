@@ -12,7 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.router.cache.fingerprint import CacheKey
+from kvmesh.proto.v1 import router_pb2
+from services.router.cache.policy import CachePlan
 
 Clock = Callable[[], float]
 
@@ -24,12 +25,13 @@ MAX_LIFE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A placement whose answer may be kept under `key`; `near`: in the semantic cache too."""
+    """A placement whose answer may be kept as `plan` says; `flight`: the one that it leads."""
 
     tenant: str
+    model: str
     revision: str
-    key: CacheKey
-    near: bool
+    plan: CachePlan
+    flight: router_pb2.Flight | None = None
 
 
 class Decisions:

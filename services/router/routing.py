@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable
 
 from kvmesh.config import RouterSettings
-from kvmesh.errors import InvalidArgument, KvmeshError, NotFound, Unavailable
+from kvmesh.errors import InvalidArgument, NotCached, NotFound, Unavailable
 from kvmesh.kv.hashing import HASH_BYTES
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.telemetry import metrics, names, tracing
-from services.router.cache.answers import AnswerCache, Mode
-from services.router.cache.fingerprint import CacheKey, cache_key, cacheable
+from services.router.cache import policy
+from services.router.cache.answers import AnswerCache
+from services.router.cache.policy import CachePlan, Mode
 from services.router.decisions import Decision, Decisions
-from services.router.fleet import MAX_ID_BYTES, MAX_NAME_BYTES, Family, Fleet
+from services.router.fleet import MAX_ID_BYTES, MAX_NAME_BYTES, Fleet
 from services.router.placement.models import resolve_model
-from services.router.placement.pairs import RankedPair, decodes
+from services.router.placement.pairs import decodes
 from services.router.placement.placer import Ask, Placer, Rules
 
 Clock = Callable[[], float]
@@ -73,32 +73,56 @@ class Routing:
         self, request: router_pb2.RouteRequest, tenant: str, remaining_s: float | None
     ) -> router_pb2.RouteResponse:
         model = self._resolve(request.model)
-        key: CacheKey | None = None
-        family, mode = None, self._mode(request)
-        if mode > Mode.OFF:
-            family = self._likely_family(request, model, tenant)
-        if family is not None:
-            key = cache_key(request, tenant, family)
-            budget = MAX_CACHE_S if remaining_s is None else min(MAX_CACHE_S, remaining_s - PLACEMENT_RESERVE_S)
-            tau = request.tau if request.HasField("tau") else self._settings.semantic_threshold
-            answer = await self._cache.lookup(key, mode, tau=tau, revision=family.revision, budget_s=budget)
-            if answer is not None:
-                decision_id = self.decisions.add(None, 0.0)
-                return router_pb2.RouteResponse(answer=answer, model=family.model, decision_id=decision_id)
+        plan = self._cache.plan(request, tenant)
+        answer = await self._remembered(request, plan, model, remaining_s)
+        if answer is not None:
+            decision_id = self.decisions.add(None, 0.0)
+            return router_pb2.RouteResponse(
+                answer=answer, model=answer.model, decision_id=decision_id, cache=answer.kind
+            )
+        if plan.only_cached:
+            raise NotCached("there is no remembered answer, and no other was allowed")
         # Only now, without a further wait: what was true before the look-up may no longer be.
-        pairs = self._place(request, model, tenant, family)
+        pairs = self.placer.place(Ask.of(request, model, tenant))
         placed = pairs[0].decode.family
         self.placer.take(request.request_id, pairs[0], Ask.of(request, model, tenant))
-        kept = None
-        if key is not None and placed == family:
-            kept = Decision(tenant, placed.revision, key, near=mode >= Mode.SEMANTIC)
+        kept = Decision(tenant, placed.model, placed.revision, plan) if plan.mode > Mode.OFF and plan.write else None
         return router_pb2.RouteResponse(
             placement=router_pb2.Placement(
                 pair=pairs[0].to_proto(), alternates=[pair.to_proto() for pair in pairs[1:]], revision=placed.revision
             ),
             model=placed.model,
             decision_id=self.decisions.add(kept, request.total_ms / 1000 or DEFAULT_LIFE_S),
+            cache="miss" if plan.mode > Mode.OFF and plan.read else "bypass",
         )
+
+    async def _remembered(
+        self, request: router_pb2.RouteRequest, plan: CachePlan, model: str, remaining_s: float | None
+    ) -> router_pb2.CachedAnswer | None:
+        """A complete answer to this request: the same one's, or a similar one's."""
+        if not plan.read:
+            return None
+        until = time.monotonic() + (
+            MAX_CACHE_S if remaining_s is None else min(MAX_CACHE_S, remaining_s - PLACEMENT_RESERVE_S)
+        )
+        served = self._served(model)
+        # Gateways cannot follow yet.
+        exact = await self._cache.exact_or_flight(
+            plan, served, gateway_id=request.gateway_id, fly=False, budget_s=until - time.monotonic()
+        )
+        answer = exact.answer
+        if answer is None:
+            near = await self._cache.near_answer(plan, served, budget_s=until - time.monotonic())
+            answer = near.answer
+        if answer is None:
+            self._cache.missed(plan)
+        return answer
+
+    def _served(self, model: str) -> set[tuple[str, str]]:
+        """Whose answers will do: what serves now, or did when nothing does; a remembered answer needs no worker."""
+        serving = {w.family for w in self._fleet.workers if w.serving and decodes(w.info)}
+        known = {family for family in self._fleet.known_families() if family.model == model}
+        return {(family.model, family.revision) for family in known & serving or known}
 
     def _resolve(self, name: str) -> str:
         serving = [w.family for w in self._fleet.workers if w.serving and decodes(w.info)]
@@ -109,39 +133,17 @@ class Routing:
                 raise Unavailable("this router has just started; workers are still attaching") from None
             raise
 
-    def _mode(self, request: router_pb2.RouteRequest) -> Mode:
-        # A request that names workers to avoid is on its second try; it may have tokens out already.
-        if request.exclude_workers or not cacheable(request):
-            return Mode.OFF
-        return self._cache.mode(request.cache)
-
-    def _likely_family(self, request: router_pb2.RouteRequest, model: str, tenant: str) -> Family | None:
-        """The family that would serve now, or the only one that did: a cached answer needs no worker."""
-        try:
-            return self._place(request, model, tenant)[0].decode.family
-        except KvmeshError:
-            known = [family for family in self._fleet.known_families() if family.model == model]
-            return known[0] if len(known) == 1 else None
-
-    def _place(
-        self, request: router_pb2.RouteRequest, model: str, tenant: str, family: Family | None = None
-    ) -> list[RankedPair]:
-        """Ranked pairs, of `family` as long as it serves; Unavailable when nothing does."""
-        if family is not None:
-            try:
-                return self.placer.place(Ask.of(request, model, tenant, family))
-            except Unavailable:
-                # It left while the caches were asked; another revision may serve.
-                pass
-        return self.placer.place(Ask.of(request, model, tenant))
-
     async def report(self, request: router_pb2.ReportRequest, tenant: str) -> bool:
         """The end of a request: its credit ends, its answer is kept if it may be. True when it was."""
         self.placer.report(request)
         decision = self.decisions.take(request.decision_id, tenant)
         if decision is None or request.code != 0 or not request.HasField("answer"):
+            if decision is not None:
+                await self._cache.end_flight(decision.flight)
             return False
-        return await self._cache.store(decision.key, request.answer, revision=decision.revision, near=decision.near)
+        return await self._cache.store_answer(
+            decision.plan, request.answer, model=decision.model, revision=decision.revision, flight=decision.flight
+        )
 
 
 def check_request(request: router_pb2.RouteRequest) -> None:
@@ -156,5 +158,4 @@ def check_request(request: router_pb2.RouteRequest) -> None:
         raise InvalidArgument("a chain has a block size and 16 bytes a hash", details={"field": "chains"})
     if len(request.exclude_workers) > MAX_EXCLUDED:
         raise InvalidArgument(f"at most {MAX_EXCLUDED} workers are excluded", details={"field": "exclude_workers"})
-    if request.HasField("tau") and not (math.isfinite(request.tau) and 0.0 <= request.tau <= 1.0):
-        raise InvalidArgument("tau must be in [0, 1]", details={"field": "tau"})
+    policy.check(request)

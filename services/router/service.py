@@ -131,8 +131,7 @@ class RouterService:
         """Start the loops; the router is fit to decide at once, caches join when they are there."""
         self.cache.start()
         tasks = self._context.tasks
-        if self.cache.exact is not None:
-            tasks.spawn(self.cache.exact.watch(), name="redis-watch")
+        tasks.spawn(self.cache.run(), name="answer-cache")
         tasks.spawn(self._sweep(), name="fleet-sweep")
         self._context.server.set_ready(True)
 

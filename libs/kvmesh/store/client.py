@@ -88,6 +88,13 @@ class RedisStore:
         self.checked = asyncio.Event()
         """Set once the first probe has ended, whatever it found."""
 
+        self.up = asyncio.Event()
+        """Set while Redis is thought to answer; as of the loop that runs `watch`."""
+
+        self.on_connect: list[Callable[[Any], Awaitable[None]]] = []
+        """Called with the client before Redis is used again after an absence; one that raises a RedisError or the
+        like, or takes long, keeps it away."""
+
     @property
     def ok(self) -> bool:
         """True while Redis is thought to answer; False costs every request nothing."""
@@ -106,12 +113,13 @@ class RedisStore:
             limit = min(limit, timeout_s)
         if not self._ok or limit <= 0:
             return default
-        asked = False
+        asked, cancels = False, _cancels()
         try:
             async with asyncio.timeout(limit):
                 async with self._slots:
                     asked = True
                     result = await work(self._client)
+                    _heed(cancels)
         except _FAILURES as exc:
             # A caller in a hurry says nothing about Redis.
             if asked and not (isinstance(exc, _TIMEOUTS) and limit < min(self.timeout_s, FAIR_S)):
@@ -142,10 +150,13 @@ class RedisStore:
         """
         if not self._ok:
             return default
+        cancels = _cancels()
         try:
             async with asyncio.timeout(min(timeout_s, TAIL_TIMEOUT_S)):
                 async with self._tails:
-                    return await work(self._tailing)
+                    result = await work(self._tailing)
+                    _heed(cancels)
+                    return result
         except _FAILURES as exc:
             if not isinstance(exc, _TIMEOUTS):
                 self._failed(operation, exc)
@@ -164,6 +175,7 @@ class RedisStore:
         if self._ok:
             log.warning("redis does not answer (%s); going on without it", type(exc).__name__)
         self._ok = False
+        self.up.clear()
         self._suspect.set()
 
     async def watch(self) -> None:
@@ -174,18 +186,23 @@ class RedisStore:
                 self._suspect.clear()
                 self._timeouts = 0
                 self._ok = True
+                self.up.set()
                 log.info("redis answers")
             self.checked.set()
             if not self._ok:
                 await asyncio.sleep(PROBE_INTERVAL_S)
 
     async def _probe(self) -> bool:
+        cancels = _cancels()
         try:
             # A connection, TLS and all, may take its time once; what is asked over it then may not.
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._client.ping()
+                for hook in self.on_connect:
+                    await hook(self._client)
             async with asyncio.timeout(self.timeout_s):
                 await self._client.ping()
+                _heed(cancels)
         except _FAILURES:
             # Connections of the pool may hang half-open: start anew.
             await _disconnect(self._client)
@@ -200,6 +217,19 @@ class RedisStore:
             await self._client.aclose()
         finally:
             await self._tailing.aclose()
+
+
+def _cancels() -> int:
+    """How often the running task was told to end."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+def _heed(cancels: int) -> None:
+    """Raise a cancellation that came since `_cancels` and that the client lost: it sends by `asyncio.wait_for`, which
+    before Python 3.12 swallows one that comes in the step in which the sending ends."""
+    if _cancels() > cancels:
+        raise asyncio.CancelledError
 
 
 def _client(url: str, cluster: bool, connections: int, socket_timeout_s: float, options: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ count, and go when they expire.
 
     kvmesh:{t:<tenant tag>}:z:<epoch>     zset  member of an entry -> expiry in ms; caps and purge by tenant
     kvmesh:{t:<tenant tag>}:b:<epoch>     string sum of the members' bytes
-    kvmesh:{m:<model tag>}:z:<epoch>      zset  the same for every revision of a model
+    kvmesh:{m:<model tag>}:z:<epoch>, b:  the same for every revision of a model
     kvmesh:{i:<entry id>}                 string member of the entry; purge by id
     kvmesh:{v:<00..3f>}:z:<epoch>         zset  `<tag> <entry id>` of semantic entries -> expiry in ms, in 64 shards by
                                                 the first byte of the id: what a fresh replica rebuilds from
@@ -88,9 +88,10 @@ def tenant_index(tenant_tag: str, epoch: int) -> tuple[str, str]:
     return f"{base}z:{epoch}", f"{base}b:{epoch}"
 
 
-def model_index(model_tag: str, epoch: int) -> str:
-    """Key of a model's index."""
-    return f"kvmesh:{{m:{model_tag}}}:z:{epoch}"
+def model_index(model_tag: str, epoch: int) -> tuple[str, str]:
+    """Keys of a model's index, as of a tenant's."""
+    base = f"kvmesh:{{m:{model_tag}}}:"
+    return f"{base}z:{epoch}", f"{base}b:{epoch}"
 
 
 def id_index(entry_id: str) -> str:

@@ -1,155 +1,405 @@
-"""The answer cache as routing sees it: exact, then semantic; look up within a limit, store when an answer comes."""
+"""The answer cache as routing sees it: a plan for each request, then exact or flight, then semantic; store, purge."""
 
 from __future__ import annotations
 
 import asyncio
-import enum
+import math
+import secrets
 import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
 
 from kvmesh.config import RouterSettings
-from kvmesh.proto.v1 import inference_pb2, router_pb2
+from kvmesh.proto.v1 import router_admin_pb2, router_pb2
+from kvmesh.store import RedisStore, events
+from kvmesh.store.keys import FlightKeys, Member
 from kvmesh.telemetry import metrics, names, tracing
-from services.router.cache import stored
-from services.router.cache.exact import ExactCache
-from services.router.cache.fingerprint import CacheKey
+from services.router.cache import policy, purge, stored
+from services.router.cache.epoch import EpochKeeper
+from services.router.cache.exact import ExactCache, Head, Put
+from services.router.cache.fingerprint import family_tag, model_tag
+from services.router.cache.indices import Indices
+from services.router.cache.policy import CachePlan, CacheRules, Mode
+from services.router.cache.tenants import MAX_TENANTS, TenantCounts, Tenants
 from services.router.near.embedder import load_embedder
-from services.router.near.nearcache import NearCache
+from services.router.near.entries import Entry
+from services.router.near.nearcache import Candidate, NearCache, Origin
 
 NEAR_MAX_BYTES = 256 << 20
 STORE_TIMEOUT_S = 2.0
+STATS_PARALLEL = 16
+
+Served = Collection[tuple[str, str]]
+"""Pairs of model and revision whose answers will do: what the name of the request stands for now."""
 
 
-class Mode(enum.IntEnum):
-    """How much of the cache a request may use; the order is the order of strength."""
+@dataclass(frozen=True, slots=True)
+class ExactOutcome:
+    """kind `hit`: the answer is there. `follow`, `lead`: the flight is. `skipped`: Redis is away, or was not asked."""
 
-    OFF = 1
-    EXACT = 2
-    SEMANTIC = 3
+    kind: Literal["hit", "follow", "lead", "miss", "skipped"]
+    answer: router_pb2.CachedAnswer | None = None
+    flight: router_pb2.Flight | None = None
 
 
-_BY_SETTING = {"off": Mode.OFF, "exact": Mode.EXACT, "semantic": Mode.SEMANTIC}
+@dataclass(frozen=True, slots=True)
+class NearAnswer:
+    """result: as `NearOutcome` has it. candidates: what came near, and what became of it."""
+
+    result: str
+    answer: router_pb2.CachedAnswer | None = None
+    candidates: tuple[Candidate, ...] = ()
 
 
 class AnswerCache:
     """Both caches of one router and their counts."""
 
-    def __init__(self, exact: ExactCache | None, near: NearCache | None, *, mode: Mode, max_entry_bytes: int) -> None:
-        self.exact = exact
+    def __init__(
+        self,
+        store: RedisStore | None,
+        near: NearCache | None,
+        *,
+        rules: CacheRules,
+        ttl_s: float,
+        max_entry_bytes: int,
+        tenant_entries: int = 1 << 40,
+        tenant_bytes: int = 1 << 50,
+    ) -> None:
+        """Without a `store` there is only what `near` keeps in memory."""
+        self.store = store
         self.near = near
-        self._mode = mode
+        self.rules = rules
+        self.tenants = Tenants()
         self._max_entry_bytes = max_entry_bytes
-        self._embedder = "none"
+        self._ttl_s = ttl_s
+        self._own_epoch = 0
+        self._purges = purge.Purges(self._forget_here)
+        self.exact: ExactCache | None = None
+        if store is not None:
+            self.exact = ExactCache(store, ttl_s=ttl_s, max_entry_bytes=max_entry_bytes)
+            self._epoch = EpochKeeper(store, self._purges.note)
+            self._indices = Indices(store, self.exact, max_entries=tenant_entries, max_bytes=tenant_bytes)
+            self._purger = purge.Purger(store, self._indices, self._epoch, self._purges, rules.secret)
+        if near is not None and store is not None:
+            near.fetch = self._fetch
+        self._forgetting: set[asyncio.Task[bool]] = set()
         self.exact_hits = 0
         self.near_hits = 0
+        self.follows = 0
         self.misses = 0
 
     @classmethod
-    def from_settings(cls, settings: RouterSettings) -> AnswerCache:
-        """Built, not started. Raises ValueError or OSError for an unusable Redis URL or password file."""
-        mode = _BY_SETTING[settings.cache]
-        exact = near = None
-        if settings.redis_url and mode > Mode.OFF:
-            exact = ExactCache(
+    def from_settings(cls, settings: RouterSettings, *, route_policy: str = "") -> AnswerCache:
+        """Built, not started. Raises ValueError or OSError for a Redis URL or a file that cannot be used.
+
+        route_policy: version of what decides which model answers for an alias, besides the aliases themselves.
+        """
+        rules = CacheRules.from_settings(settings, route_policy=route_policy)
+        store = near = None
+        if settings.redis_url and rules.mode > Mode.OFF:
+            store = RedisStore(
                 settings.redis_url,
                 timeout_s=settings.redis_timeout_ms / 1000,
-                ttl_s=settings.cache_ttl_s,
-                max_entry_bytes=settings.cache_max_entry_bytes,
                 password_file=settings.redis_password_file,
+                ca_file=settings.redis_ca_file,
+                cluster=settings.redis_cluster,
             )
-        if settings.embedder != "none" and mode >= Mode.SEMANTIC:
+        if rules.embedder and rules.mode >= Mode.SEMANTIC:
             near = NearCache(
                 lambda: load_embedder(settings.embedder),
                 max_entries=settings.semantic_max_entries,
                 max_bytes=NEAR_MAX_BYTES,
                 ttl_s=settings.cache_ttl_s,
+                fetchable=store is not None,
             )
-        cache = cls(exact, near, mode=mode, max_entry_bytes=settings.cache_max_entry_bytes)
-        cache._embedder = settings.embedder if near is not None else "none"
-        return cache
+        return cls(
+            store,
+            near,
+            rules=rules,
+            ttl_s=settings.cache_ttl_s,
+            max_entry_bytes=settings.cache_max_entry_bytes,
+            tenant_entries=settings.cache_tenant_entries,
+            tenant_bytes=settings.cache_tenant_bytes,
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The present one; 0 without Redis, or before it was first reached."""
+        return self._epoch.value if self.store is not None else self._own_epoch
 
     def start(self) -> None:
-        """Begin to load the embedder. `exact.watch()` is the caller's to run."""
+        """Begin to load the embedder. `run` is the caller's to run."""
         if self.near is not None:
             self.near.start()
 
-    def mode(self, asked: int) -> Mode:
-        """The mode of a request: what it asks for (a `CacheMode`), never more than the router offers."""
-        if asked == inference_pb2.CACHE_MODE_UNSPECIFIED:
-            return self._mode
-        try:
-            return min(self._mode, Mode(asked))
-        except ValueError:
-            # A mode of a newer gateway that this router does not know.
-            return Mode.OFF
+    async def run(self) -> None:
+        """Background loops: the breaker's probes, the epoch's changes. Runs until cancelled."""
+        if self.store is not None:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.store.watch(), name="redis-watch")
+                group.create_task(self._epoch.follow(), name="cache-epoch")
 
-    async def lookup(
-        self, key: CacheKey, mode: Mode, *, tau: float, revision: str, budget_s: float
-    ) -> router_pb2.CachedAnswer | None:
-        """A complete answer to this request, or None; never takes longer than `budget_s` by much, never raises."""
-        started = time.monotonic()
-        found = await self._lookup_exact(key, revision, budget_s) if mode >= Mode.EXACT else None
-        if found is None and mode >= Mode.SEMANTIC and key.partition:
-            found = await self._lookup_near(key, tau, revision, budget_s - (time.monotonic() - started))
-        if found is None:
-            self.misses += 1
-        return found
+    # --- one request ----------------------------------------------------------------------------------------------
 
-    async def _lookup_exact(self, key: CacheKey, revision: str, budget_s: float) -> router_pb2.CachedAnswer | None:
-        if self.exact is None:
-            return None
+    def plan(self, request: router_pb2.RouteRequest, tenant: str) -> CachePlan:
+        """What a request that passed `policy.check` may do with the caches."""
+        return policy.plan(request, tenant, self.rules, self.epoch)
+
+    async def exact_or_flight(
+        self, plan: CachePlan, served: Served, *, gateway_id: str = "", fly: bool = True, budget_s: float
+    ) -> ExactOutcome:
+        """The remembered answer; else the flight to follow or to lead. Takes no longer than `budget_s` seconds by
+        much, never raises. Whoever leads and then cannot have the answer calls `end_flight`."""
+        fly = fly and plan.fly
+        if self.exact is None or plan.mode < Mode.EXACT or not (plan.read or fly):
+            return ExactOutcome("skipped")
         with tracing.span(names.SPAN_CACHE_EXACT) as span:
-            answer, result = None, "skipped"
-            if self.exact.ok:
-                data = await self.exact.get(key.exact, budget_s)
-                answer = stored.decode(data, kind="exact", score=1.0, revision=revision) if data else None
-                result = "miss" if answer is None else "hit"
-            span.set_attribute(names.ATTR_CACHE, result)
-        metrics.counter(names.CACHE_LOOKUPS).labels("exact", result).inc()
-        self.exact_hits += answer is not None
-        return answer
+            outcome = await self._exact_or_flight(self.exact, plan, served, gateway_id, fly, budget_s)
+            span.set_attribute(names.ATTR_CACHE, outcome.kind)
+        metrics.counter(names.CACHE_LOOKUPS).labels("exact", outcome.kind).inc()
+        if outcome.kind == "hit":
+            self.exact_hits += 1
+            self._counts(plan).hits += 1
+        self.follows += outcome.kind == "follow"
+        return outcome
 
-    async def _lookup_near(
-        self, key: CacheKey, tau: float, revision: str, budget_s: float
-    ) -> router_pb2.CachedAnswer | None:
-        if self.near is None:
-            return None
+    async def _exact_or_flight(
+        self, exact: ExactCache, plan: CachePlan, served: Served, gateway_id: str, fly: bool, budget_s: float
+    ) -> ExactOutcome:
+        tag, key = plan.key.tag, plan.key.exact.hex()
+        families = {family_tag(*each) for each in served}
+        until = time.monotonic() + budget_s
+        for _ in range(2):
+            joined = await exact.get_or_join(
+                tag,
+                key,
+                families,
+                timeout_s=until - time.monotonic(),
+                read=plan.read,
+                fly=fly,
+                gateway_id=gateway_id,
+                max_age_s=plan.max_age_s,
+            )
+            if joined.kind in ("follow", "lead"):
+                flight = router_pb2.Flight(
+                    flight_id=joined.flight_id,
+                    gateway_id=joined.gateway_id or gateway_id,
+                    token=joined.token,
+                    key=FlightKeys(tag, key).key,
+                )
+                return ExactOutcome(joined.kind, flight=flight)
+            if joined.head is None:
+                return ExactOutcome(joined.kind)
+            answer = stored.decode(
+                joined.body,
+                kind="exact",
+                score=1.0,
+                served=served,
+                age_s=joined.age_s,
+                purge_id=joined.head.entry_id.hex(),
+            )
+            if answer is not None:
+                return ExactOutcome("hit", answer)
+            # Not an answer after all: away with it, and ask once more, since another may be making one.
+            await exact.delete(tag, key, joined.head.entry_id)
+        return ExactOutcome("miss")
+
+    async def near_answer(
+        self, plan: CachePlan, served: Served, *, budget_s: float, explain: bool = False
+    ) -> NearAnswer:
+        """A similar question's answer, within `budget_s` seconds; never raises. While Redis is away there is none: what
+        was purged meanwhile is not known."""
+        if self.near is None or not plan.semantic or not (self.store is None or self.store.ok):
+            return NearAnswer("skipped")
         with tracing.span(names.SPAN_CACHE_SEMANTIC) as span:
-            result, hit = await self.near.lookup(key, tau, budget_s)
+            result, hit, candidates = await self.near.lookup(
+                plan.key,
+                plan.tau,
+                budget_s,
+                max_age_s=plan.max_age_s,
+                judge=None if plan.guards else _unguarded,
+                explain=explain,
+            )
             answer = None
             if hit is not None:
-                answer = stored.decode(hit.answer, kind="semantic", score=hit.score, revision=revision)
+                answer = stored.decode(
+                    hit.answer,
+                    kind="semantic",
+                    score=hit.score,
+                    served=served,
+                    age_s=hit.age_s,
+                    purge_id=hit.purge_id,
+                )
                 result = result if answer is not None else "miss"
             span.set_attribute(names.ATTR_CACHE, result)
         metrics.counter(names.CACHE_LOOKUPS).labels("semantic", result).inc()
-        self.near_hits += answer is not None
-        return answer
+        if answer is not None:
+            self.near_hits += 1
+            self._counts(plan).hits += 1
+        return NearAnswer(result, answer, candidates)
 
-    async def store(self, key: CacheKey, answer: router_pb2.CachedAnswer, *, revision: str, near: bool) -> bool:
-        """Keep an answer where it is allowed to be; False when it is not worth keeping or no cache took it."""
-        data = stored.encode(answer, revision=revision, max_bytes=self._max_entry_bytes)
-        if data is None:
+    async def _fetch(self, entry: Entry, timeout_s: float) -> bytes | None:
+        """For the semantic cache: an entry's answer; b"" when Redis has none, None when Redis did not answer."""
+        if self.exact is None:
+            return None
+        joined = await self.exact.get_or_join(
+            entry.tag, entry.exact, [bytes.fromhex(entry.family)], timeout_s=timeout_s, entry_id=entry.entry_id
+        )
+        return None if joined.kind == "skipped" else joined.body
+
+    def missed(self, plan: CachePlan) -> None:
+        """Count a request that asked the caches for nothing."""
+        if plan.mode > Mode.OFF:
+            self.misses += 1
+            self._counts(plan).misses += 1
+
+    async def store_answer(
+        self,
+        plan: CachePlan,
+        answer: router_pb2.CachedAnswer,
+        *,
+        model: str,
+        revision: str,
+        flight: router_pb2.Flight | None = None,
+    ) -> bool:
+        """Keep the answer of `model` in `revision` where it may be kept, and end its flight.
+
+        False when it may not, is not worth it, or no cache took it.
+        """
+        data = stored.encode(answer, model=model, revision=revision, max_bytes=self._max_entry_bytes)
+        family = family_tag(model, revision)
+        if data is None or not plan.write or plan.epoch != self.epoch or self._purged(plan, model, family):
+            await self.end_flight(flight)
             return False
-        stores = []
+        made: Put | None
         if self.exact is not None:
-            stores.append(self.exact.put(key.exact, data))
-        if self.near is not None and near and key.partition:
-            stores.append(self.near.store(key, data, STORE_TIMEOUT_S))
-        return any(await asyncio.gather(*stores))
+            made = await self._put(self.exact, plan, data, model, family, flight)
+            if made is None or made.kept:
+                return made is not None
+        else:
+            now = int(time.time() * 1000)
+            made = Put(secrets.token_bytes(16), now, now + int(self._ttl_s * 1000), False, None, 0)
+        if self.near is None or plan.mode < Mode.SEMANTIC or not plan.key.partition:
+            return self.exact is not None
+        origin = Origin(
+            entry_id=made.entry_id,
+            tag=plan.key.tag,
+            exact=plan.key.exact.hex(),
+            tenant=plan.tenant_tag,
+            model=model_tag(model),
+            family=family.hex(),
+            epoch=plan.epoch,
+            expires_ms=made.expires_ms,
+        )
+        near = await self.near.store(plan.key, data, STORE_TIMEOUT_S, origin)
+        return near or self.exact is not None
+
+    async def _put(
+        self,
+        exact: ExactCache,
+        plan: CachePlan,
+        data: bytes,
+        model: str,
+        family: bytes,
+        flight: router_pb2.Flight | None,
+    ) -> Put | None:
+        """Into Redis and its indices."""
+        tag, key = plan.key.tag, plan.key.exact.hex()
+        put = await exact.put(
+            tag,
+            key,
+            data,
+            family=family,
+            tenant=plan.tenant_tag,
+            model=model_tag(model),
+            replace=plan.refresh,
+            flight_id=flight.flight_id if flight is not None else "",
+            token=flight.token if flight is not None else 0,
+        )
+        if put is None or put.kept:
+            return put
+        if put.replaced is not None:
+            old = Member(tag, key, put.replaced.entry_id.hex(), put.replaced.family.hex(), put.replaced_size)
+            await self._indices.forget(old, put.replaced, plan.epoch)
+        head = Head(put.stored_ms, put.expires_ms, put.entry_id, family, plan.tenant_tag, model_tag(model))
+        held = await self._indices.add(Member(tag, key, put.entry_id.hex(), family.hex(), len(data)), head, plan.epoch)
+        if held is not None:
+            self._counts(plan).held = held
+        return put
+
+    async def end_flight(self, flight: router_pb2.Flight | None) -> None:
+        """Let the next request lead: this flight brings no answer. None, or one that is not ours, is no flight."""
+        keys = FlightKeys.parse(flight.key) if flight is not None else None
+        if self.exact is not None and flight is not None and keys is not None:
+            await self.exact.end_flight(keys.tag, keys.exact, flight.flight_id, flight.token)
+
+    def _purged(self, plan: CachePlan, model: str, family: bytes) -> bool:
+        return self._purges.since(plan.made_at, tenant=plan.tenant_tag, model=model_tag(model), family=family.hex())
+
+    # --- operators ------------------------------------------------------------------------------------------------
+
+    async def purge(
+        self, *, purge_id: str = "", tenant: str = "", model: str = "", revision: str = "", everything: bool = False
+    ) -> int:
+        """See `Purger.purge`. Without Redis it is this router's memory alone that forgets, and the number is 0."""
+        purge.check_purge(purge_id=purge_id, tenant=tenant, model=model, revision=revision, everything=everything)
+        if self.store is not None:
+            return await self._purger.purge(
+                purge_id=purge_id, tenant=tenant, model=model, revision=revision, everything=everything
+            )
+        if everything:
+            self._own_epoch += 1
+        else:
+            self._purges.note(
+                purge.event(self.rules.secret, purge_id=purge_id, tenant=tenant, model=model, revision=revision)
+            )
+        return 0
+
+    async def tenant_stats(self, limit: int = MAX_TENANTS) -> list[router_admin_pb2.TenantCache]:
+        """What the tenants seen last hold (in Redis) and got (from this router)."""
+        slots = asyncio.Semaphore(STATS_PARALLEL)
+
+        async def one(tenant: str, counts: TenantCounts) -> router_admin_pb2.TenantCache:
+            async with slots:
+                held = await self._indices.held(counts.tag, self.epoch) if self.store is not None else None
+            counts.held = held or counts.held
+            return router_admin_pb2.TenantCache(
+                tenant=tenant,
+                entries=counts.held.entries,
+                bytes=counts.held.bytes,
+                hits=counts.hits,
+                misses=counts.misses,
+            )
+
+        return list(await asyncio.gather(*(one(*each) for each in self.tenants.latest(limit))))
 
     def status(self) -> router_pb2.CacheStatus:
         """State for watchers; `entries` counts the semantic cache, Redis keeps its own count."""
         near = self.near
-        embedder = self._embedder
+        embedder = self.rules.embedder if near is not None else "none"
         if near is not None and near.state != "ready":
             embedder = f"{embedder} ({near.state})"
         return router_pb2.CacheStatus(
-            redis_ok=self.exact is not None and self.exact.ok,
+            redis_ok=self.store is not None and self.store.ok,
             embedder=embedder,
             exact_hits=self.exact_hits,
             semantic_hits=self.near_hits,
             misses=self.misses,
             entries=near.entries if near is not None else 0,
+            epoch=self.epoch,
+            follows=self.follows,
         )
+
+    def _forget_here(self, event: events.Purged) -> None:
+        """Of what was purged, this process's memory too."""
+        if self.near is not None and self.near.state == "ready":
+            task = asyncio.get_running_loop().create_task(self.near.purge(event.what, event.value))
+            self._forgetting.add(task)
+            task.add_done_callback(self._forgetting.discard)
+
+    def _counts(self, plan: CachePlan) -> TenantCounts:
+        return self.tenants.of(plan.tenant, plan.tenant_tag)
 
     async def close(self) -> None:
         """End the thread and the connections."""
@@ -157,5 +407,10 @@ class AnswerCache:
             if self.near is not None:
                 await asyncio.to_thread(self.near.close)
         finally:
-            if self.exact is not None:
-                await self.exact.close()
+            if self.store is not None:
+                await self.store.close()
+
+
+def _unguarded(asked: str, remembered: str, cosine: float) -> tuple[str, float]:
+    """For tenants and models without guards: the threshold alone decides."""
+    return "", math.nan

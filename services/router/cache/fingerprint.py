@@ -2,90 +2,116 @@
 
 The fingerprint of a request is a digest of the request itself, less the fields listed here that cannot change the
 answer. A field added to the proto later is therefore part of it until somebody decides otherwise, and so are unknown
-fields of a newer gateway. Which tenant asks, which model in which revision answers, and what the digest is for are
-part of every key.
+fields of a newer gateway. Whose question it is, the name it was asked under, and what stands behind that name by the
+operator's settings are part of every key; which revision answered is kept in the entry.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvmesh.proto.v1 import inference_pb2, router_pb2
-from services.router.fleet import Family
 
 KEY_BYTES = 32
-MAX_TEXT_CHARS = 4096
+TAG_BYTES = 16
 
-# Who asks, by when, how urgently and what may be cached: none of it is the question. The model's name is replaced by
-# the family that serves, so that an alias and the model it stands for share answers.
+# Who asks, by when, how urgently, what may be cached, where it might run: none of it is the question.
 NOT_COMPARED = (
     "request_id",
+    "client_request_id",
     "gateway_id",
-    "model",
+    "session_id",
     "cache",
+    "cache_control",
     "tau",
+    "no_flight",
     "ttft_ms",
     "total_ms",
-    "exclude_workers",
     "priority",
-    "prompt_tokens",
+    "exclude_workers",
+    "chains",
+    "chains_incomplete",
 )
+# Parts of the scope, or of the prompt's digest.
+COMPARED_ELSEWHERE = ("model", "user", "token_ids", "prompt_digest")
 
-_EXACT = b"kvmesh-answer-1"
-_PARTITION = b"kvmesh-near-1"
-_PROMPT = b"kvmesh-prompt-1"
+_EXACT = b"kvmesh-answer-2"
+_PARTITION = b"kvmesh-near-2"
+_PROMPT = b"kvmesh-prompt-2"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
     """Names of one request in the caches.
 
-    exact: 32 bytes for the whole request. partition: 32 bytes for all but the last user text, empty when the request
-    has no such text. text: the last user text. prompt: digest of the rendered tokens; equal texts with different
-    tokens are different questions.
+    exact: 32 bytes for the whole request. partition: 32 bytes for all but the last user text, empty when there is none
+    that may differ. text: the last user text. prompt: 16 bytes for the rendered tokens; equal texts with different
+    tokens are different questions. tag: 32 hex digits, the hash slot of all that is kept of this request.
     """
 
     exact: bytes
     partition: bytes = b""
     text: str = ""
     prompt: bytes = b""
+    tag: str = ""
 
 
-def cacheable(request: router_pb2.RouteRequest) -> bool:
-    """False for requests that want more than an answer's text: log-probabilities are not kept."""
-    sampling = request.sampling
-    return not sampling.HasField("logprobs") and not sampling.HasField("prompt_logprobs")
+def tenant_tag(secret: bytes, tenant: str, user: str = "") -> str:
+    """32 hex digits that stand for a tenant (and, with `user`, for one of its users), and tell nobody which one."""
+    body = _frame((tenant.encode(), user.encode()) if user else (tenant.encode(),))
+    return hmac.digest(secret, body, "sha256")[:TAG_BYTES].hex()
 
 
-def cache_key(request: router_pb2.RouteRequest, tenant: str, family: Family) -> CacheKey:
-    """Key of a request of `tenant` that `family` serves."""
+def model_tag(model: str) -> str:
+    """32 hex digits for a model's name: its index."""
+    return hashlib.blake2b(model.encode(), digest_size=TAG_BYTES, person=b"kvmesh-model-1").hexdigest()
+
+
+def family_tag(model: str, revision: str) -> bytes:
+    """8 bytes for a model in one revision: what an entry was answered by."""
+    body = _frame((model.encode(), revision.encode()))
+    return hashlib.blake2b(body, digest_size=8, person=b"kvmesh-family-1").digest()
+
+
+def cache_key(request: router_pb2.RouteRequest, scope: Iterable[str]) -> CacheKey:
+    """Key of a request within `scope`: whatever sets it apart that is not in the request itself."""
+    parts = tuple(part.encode() for part in (request.model, *scope))
     stripped = router_pb2.RouteRequest()
     stripped.CopyFrom(request)
-    for name in NOT_COMPARED:
+    for name in (*NOT_COMPARED, *COMPARED_ELSEWHERE):
         stripped.ClearField(name)  # type: ignore[arg-type]
-    scope = [tenant, family.model, family.revision, family.tokenizer]
-    exact = _digest(_EXACT, scope, _canonical(stripped))
+    prompt = _prompt(request)
+    exact = _digest(_EXACT, (*parts, prompt, _canonical(stripped)))
     text = last_user_text(request)
-    if not text or len(text) > MAX_TEXT_CHARS:
-        return CacheKey(exact)
-    # The rendered tokens hold the text too. What else they hold follows from the fields that stay and from the
-    # family's template.
-    stripped.ClearField("token_ids")
-    if request.messages:
-        stripped.messages[len(request.messages) - 1].content = ""
-    else:
-        stripped.prompt_text = ""
-    prompt = hashlib.blake2b(_pack(request.token_ids), digest_size=16, person=_PROMPT).digest()
-    return CacheKey(exact, _digest(_PARTITION, scope, _canonical(stripped)), text, prompt)
+    if not text:
+        return CacheKey(exact, prompt=prompt, tag=exact[:TAG_BYTES].hex())
+    stripped.messages[len(request.messages) - 1].content = ""
+    # It follows from the tokens, which hold the text; what else they hold follows from the fields that stay. Of equal
+    # texts `prompt` tells them apart.
+    stripped.ClearField("prompt_tokens")
+    partition = _digest(_PARTITION, (*parts, _canonical(stripped)))
+    return CacheKey(exact, partition, text, prompt, partition[:TAG_BYTES].hex())
 
 
 def last_user_text(request: router_pb2.RouteRequest) -> str:
-    """The text a similar question may differ in: the last message if the user wrote it, or the raw prompt."""
-    if request.messages:
-        last: inference_pb2.ChatMessage = request.messages[-1]
-        return last.content if last.role == "user" and not request.prompt_text else ""
-    return request.prompt_text
+    """The text a similar question may differ in: the last message if the user wrote it. A raw prompt has none: where
+    in it a history ends is not known."""
+    if request.prompt_text or not request.messages:
+        return ""
+    last: inference_pb2.ChatMessage = request.messages[-1]
+    return last.content if last.role == "user" else ""
+
+
+def _prompt(request: router_pb2.RouteRequest) -> bytes:
+    """Digest of the rendered prompt: from the gateway's own, or from the tokens of one that still sends them."""
+    tokens = request.prompt_digest
+    if not tokens and request.token_ids:
+        tokens = router_pb2.RouteRequest(token_ids=request.token_ids).SerializeToString()
+    body = _frame((tokens, request.prompt_tokens.to_bytes(8, "little")))
+    return hashlib.blake2b(body, digest_size=16, person=_PROMPT).digest()
 
 
 def _canonical(message: router_pb2.RouteRequest) -> bytes:
@@ -93,12 +119,14 @@ def _canonical(message: router_pb2.RouteRequest) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def _pack(token_ids: object) -> bytes:
-    return router_pb2.RouteRequest(token_ids=token_ids).SerializeToString()  # type: ignore[arg-type]
+def _frame(parts: Iterable[bytes]) -> bytes:
+    """Parts with their lengths before them, so that no two lists look alike."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
-def _digest(person: bytes, scope: list[str], body: bytes) -> bytes:
+def _digest(person: bytes, parts: Iterable[bytes]) -> bytes:
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=person)
-    for field in [*(part.encode() for part in scope), body]:
-        digest.update(len(field).to_bytes(8, "little") + field)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
     return digest.digest()

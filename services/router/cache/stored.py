@@ -2,40 +2,79 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
+
 from google.protobuf.message import DecodeError
 
 from kvmesh.proto.v1 import inference_pb2, router_pb2
 
 MAX_CHOICES = 16
+# Ends of a whole answer. Calls of tools, once they are, join it for those that parse.
+COMPLETE = (inference_pb2.FINISH_REASON_STOP,)
+
+# How models begin to decline. Only openings: an answer may well go on to say what cannot be done.
+_CANNOT = r"(?:can[’']?t|cannot|can not|won[’']?t|am unable|am not able)"
+_SERVE = r"(?:help|assist|comply|fulfil|do that|provide|answer that|discuss|engage|create|support|continue)"
+_REFUSAL = re.compile(
+    rf"(?:i[’']?m|i am) (?:very |really |so |truly )?sorry,? (?:but )?i {_CANNOT}\b"
+    rf"|(?:i )?apologi[sz]e,? but i {_CANNOT}\b"
+    rf"|(?:sorry|unfortunately),? (?:but )?i {_CANNOT}\b"
+    rf"|i {_CANNOT}(?: to)? {_SERVE}"
+    rf"|(?:i[’']?m|i am) (?:unable|not able) to {_SERVE}"
+    rf"|as an ai(?: language)?(?: model| assistant)?,? i (?:{_CANNOT}|do not have|don[’']?t have)\b",
+    re.IGNORECASE,
+)
+_LOOKED_AT = 200
+
+
+def refusal(text: str) -> bool:
+    """True when an answer opens by declining to answer."""
+    return _REFUSAL.match(" ".join(text[:_LOOKED_AT].split())) is not None
 
 
 def complete(answer: router_pb2.CachedAnswer) -> bool:
-    """True when every choice ended by stop. Truncated answers are never kept: the next asker may have more room."""
-    return 0 < len(answer.choices) <= MAX_CHOICES and all(
-        choice.finish_reason == inference_pb2.FINISH_REASON_STOP for choice in answer.choices
+    """True when every choice ended by itself. Truncated answers are never kept: the next asker may have more room."""
+    return 0 < len(answer.choices) <= MAX_CHOICES and all(choice.finish_reason in COMPLETE for choice in answer.choices)
+
+
+def worth_keeping(answer: router_pb2.CachedAnswer) -> bool:
+    """True for a complete answer with something in every choice, none of them a refusal."""
+    return complete(answer) and all(
+        (choice.text or choice.token_ids) and not refusal(choice.text) for choice in answer.choices
     )
 
 
-def encode(answer: router_pb2.CachedAnswer, *, revision: str, max_bytes: int) -> bytes | None:
-    """Bytes to store, None when the answer is incomplete, too large, or of another revision than was asked."""
-    if not complete(answer) or answer.revision != revision:
+def encode(answer: router_pb2.CachedAnswer, *, model: str, revision: str, max_bytes: int) -> bytes | None:
+    """Bytes to store; None when the answer is not worth it, too large, or of another model or revision."""
+    if not worth_keeping(answer) or answer.revision != revision or answer.model not in ("", model):
         return None
     if answer.ByteSize() > max_bytes:
         return None
     stored = router_pb2.CachedAnswer(
-        choices=answer.choices, prompt_tokens=answer.prompt_tokens, revision=answer.revision
+        choices=answer.choices, prompt_tokens=answer.prompt_tokens, revision=revision, model=model
     )
-    return stored.SerializeToString()
+    data = stored.SerializeToString()
+    return data if len(data) <= max_bytes else None
 
 
-def decode(data: bytes, *, kind: str, score: float, revision: str) -> router_pb2.CachedAnswer | None:
-    """The answer in stored bytes, marked with how it was found; None when they are not a usable one."""
+def decode(
+    data: bytes,
+    *,
+    kind: str,
+    score: float,
+    served: Collection[tuple[str, str]],
+    age_s: float = 0.0,
+    purge_id: str = "",
+) -> router_pb2.CachedAnswer | None:
+    """The answer in stored bytes, marked with how it was found; None when they are none, or not of one of `served`,
+    pairs of model and revision."""
     answer = router_pb2.CachedAnswer()
     try:
         answer.ParseFromString(data)
     except DecodeError:
         return None
-    if not complete(answer) or answer.revision != revision:
+    if not complete(answer) or (answer.model, answer.revision) not in served:
         return None
-    answer.kind, answer.score = kind, score
+    answer.kind, answer.score, answer.age_s, answer.purge_id = kind, score, age_s, purge_id
     return answer

@@ -137,9 +137,9 @@ class Router:
         cache = self.service.cache
         if cache.near is not None:
             assert await asyncio.to_thread(cache.near.settled.wait, LIMIT_S)
-        if cache.exact is not None:
+        if cache.store is not None:
             async with asyncio.timeout(LIMIT_S):
-                await cache.exact.checked.wait()
+                await cache.store.checked.wait()
 
 
 @contextlib.asynccontextmanager

@@ -265,8 +265,8 @@ async def test_spans_of_a_decision() -> None:
     tracing.setup("router-test", exporter=exporter)
     try:
         async with running_router() as router, attached(router, worker_info("a")):
-            await router.ask(route_request("How are you today"), "fine")
-            await router.ask(route_request("How are you today"), "fine")
+            await router.ask(route_request("How do whales sleep"), "fine")
+            await router.ask(route_request("How do whales sleep"), "fine")
         spans = {span.name: span for span in exporter.get_finished_spans()}
         route = spans[names.SPAN_ROUTER_ROUTE]
         near = spans[names.SPAN_CACHE_SEMANTIC]
@@ -301,7 +301,7 @@ async def test_only_members_of_the_mesh_get_in(tmp_path: Path) -> None:
 async def test_answers_stay_with_their_tenant(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(TOKEN)
-    question = route_request("How are you today")
+    question = route_request("How do whales sleep")
     async with running_router(token_file=token) as router, attached(router, worker_info("a")):
         await router.ask(question, "secret of acme", "acme")
         for tenant in ("evil", "local", "acme2", "Acme"):
