@@ -187,6 +187,7 @@ def plan_mesh(
         "kvmesh.v1.Inference",
         listen=gateway,
         routers=router,
+        redis_url=redis_url,
         model="scripted" if options.runner == "scripted" else options.model,
         credentials_file=options.credentials_file,
     )

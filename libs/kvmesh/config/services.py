@@ -33,6 +33,16 @@ class GatewaySettings(ServiceSettings):
     credentials_file: Path | None = Field(
         default=None, description="TOML or JSON file of hashed API keys; none = every caller is tenant local."
     )
+    redis_url: PlainUrl = Field(
+        default="",
+        description='Redis or Valkey URL without a password, the same as the routers\' ("redis://host:6379/0" or '
+        '"rediss://"): identical requests share one generation over all gateways; "" = they do not.',
+    )
+    redis_cluster: bool = Field(default=False, description="redis_url names a node of a Redis Cluster.")
+    redis_ca_file: Path | None = Field(
+        default=None, description="PEM bundle that signs Redis's TLS certificate; default the system's."
+    )
+    redis_password_file: Path | None = Field(default=None, description="File that holds the Redis password.")
     model: str = Field(
         default="",
         max_length=512,
@@ -83,7 +93,18 @@ class GatewaySettings(ServiceSettings):
         le=256 * MIB,
         description="Bytes buffered for one slow reader before its request is aborted.",
     )
-    max_attempts: int = Field(default=3, ge=1, le=16, description="Placements of one request, first one included.")
+    max_attempts: int = Field(
+        default=3,
+        ge=1,
+        le=16,
+        description="Placements of one request, first one included; with new output they are counted anew.",
+    )
+    heal_wait_s: float = Field(
+        default=10.0,
+        ge=0,
+        le=600,
+        description="Seconds a request that has output waits for another worker when its own is lost.",
+    )
 
 
 class RouterSettings(ServiceSettings):

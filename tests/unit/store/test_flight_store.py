@@ -257,3 +257,17 @@ async def test_without_redis_there_are_no_answers_and_no_errors() -> None:
         await store.join(ref, "b")
         await store.leave(ref)
         assert not store.ok
+
+
+async def test_a_task_that_is_cancelled_while_it_asks_ends(gateways: Gateways) -> None:
+    # In each of its steps: the client loses a cancellation that meets the end of its sending.
+    ref = fresh_ref()
+    token = await begin(gateways.redis, ref, "a")
+    for steps in range(1, 200):
+        task = asyncio.create_task(gateways.a.renew(ref, token))
+        for _ in range(steps % 12):
+            await asyncio.sleep(0)
+        if not task.done():
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
