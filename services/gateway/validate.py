@@ -17,6 +17,8 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 MAX_ID_BYTES = 128
 MAX_MODEL_BYTES = 256
 MAX_SALT_BYTES = 128
+MAX_USER_BYTES = 128
+MAX_SESSION_BYTES = 128
 MAX_ROLE_BYTES = 64
 MAX_MESSAGES = 1024
 MAX_LOGIT_BIAS = 1024
@@ -68,11 +70,21 @@ def check_common(request: pb.GenerateRequest | pb.ChatRequest) -> None:
     _size("cache_salt", request.cache_salt, MAX_SALT_BYTES)
     if request.cache not in pb.CacheMode.values():
         raise bad("cache", f"unknown value {request.cache}")
+    _size("user", request.user, MAX_USER_BYTES)
+    _size("session_id", request.session_id, MAX_SESSION_BYTES)
+    _cache_control(request.cache_control)
     limits = request.limits
     if limits.HasField("ttft_ms"):
         _integer("limits.ttft_ms", limits.ttft_ms, 1, MAX_TTFT_MS)
     if limits.HasField("total_ms"):
         _integer("limits.total_ms", limits.total_ms, 1, MAX_TOTAL_MS)
+
+
+def _cache_control(control: pb.CacheControl) -> None:
+    """What it says must make sense; whether the tenant may say it is its policy's matter."""
+    _number(control, "tau", 1.0, 0.0, 1.0, path="cache_control.")
+    if control.only_if_cached and control.no_cache:
+        raise bad("cache_control.only_if_cached", "cannot go with no_cache")
 
 
 def check_messages(messages: Sequence[pb.ChatMessage], max_bytes: int) -> None:
@@ -201,11 +213,13 @@ def _count(given: Any, name: str, default: int, low: int, high: int) -> int:
     return _integer(name, getattr(given, name), low, high) if given.HasField(name) else default
 
 
-def _number(given: Any, name: str, default: float, low: float, high: float, *, above: bool = False) -> float:
+def _number(
+    given: Any, name: str, default: float, low: float, high: float, *, above: bool = False, path: str = ""
+) -> float:
     if not given.HasField(name):
         return default
     value: float = getattr(given, name)
     # Written so that NaN, for which every comparison is false, is refused.
     if not (low < value if above else low <= value) or not value <= high:
-        raise bad(name, f"is {value:g}; must be in {'(' if above else '['}{low:g}, {high:g}]")
+        raise bad(path + name, f"is {value:g}; must be in {'(' if above else '['}{low:g}, {high:g}]")
     return value

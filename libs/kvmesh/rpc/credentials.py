@@ -10,7 +10,9 @@ TOML (or JSON of the same shape):
 
     [tenants.acme]                    # optional; what is left out has the default
     cache = "semantic"                # off | exact | semantic
-    tau = 0.95
+    cache_scope = "tenant"            # tenant | user: answers only for the user that a request names, or for nobody
+    cache_controls = ["no_cache", "only_if_cached", "max_age", "tau"] # what requests may ask for; no_store always may
+    tau = 0.95                        # least similarity of a semantic hit; a request may only raise it
     models = ["SmolLM2-135M-Instruct", "auto"] # ["*"] = all
     max_tokens = 2048                 # per request; 0 = no limit
     max_concurrent = 16               # requests at a time; 0 = no limit
@@ -25,15 +27,17 @@ import hashlib
 import hmac
 import json
 import secrets
+import struct
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from kvmesh.errors import PermissionDenied, Unauthenticated
-from kvmesh.rpc.auth import LOCAL_TENANT, ServicerContext, metadata_value
+from kvmesh.errors import InvalidArgument, PermissionDenied, Unauthenticated
+from kvmesh.proto.v1 import inference_pb2 as pb
+from kvmesh.rpc.auth import LOCAL_TENANT, TENANT_KEY, ServicerContext, metadata_value
 from kvmesh.rpc.files import ReloadingFile, read_bounded
 from kvmesh.telemetry import metrics, names
 
@@ -41,6 +45,7 @@ KEY_PREFIX = "kvm-"
 MAX_KEY_CHARS = 512
 MAX_FILE_BYTES = 16 << 20
 
+CacheRight = Literal["no_cache", "only_if_cached", "max_age", "tau"]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 
 
@@ -60,6 +65,12 @@ class Policy(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cache: Literal["off", "exact", "semantic"] = Field(default="semantic", description="Strongest cache mode.")
+    cache_scope: Literal["tenant", "user"] = Field(
+        default="tenant", description="Who shares answers; with user, a request that names none uses no cache."
+    )
+    cache_controls: tuple[CacheRight, ...] = Field(
+        default=get_args(CacheRight), description="Cache controls that requests may use, no_store apart."
+    )
     tau: float | None = Field(default=None, ge=0.0, le=1.0, description="Semantic threshold; None = the router's.")
     models: tuple[str, ...] = Field(default=("*",), description='Models that may be used; "*" = all.')
     max_tokens: int = Field(default=0, ge=0, description="Generated tokens per request; 0 = no limit.")
@@ -73,6 +84,23 @@ class Policy(BaseModel):
         """Raise PermissionDenied when the tenant may not use `model`."""
         if not self.allows(model):
             raise PermissionDenied(f"no right to use model {model[:128]!r}", details={"field": "model"})
+
+    def check_controls(self, control: pb.CacheControl) -> None:
+        """Raise PermissionDenied for a cache control that the tenant may not use, InvalidArgument for a threshold below
+        its own. Both name the field."""
+        asked: dict[CacheRight, tuple[str, bool]] = {
+            "no_cache": ("no_cache", control.no_cache),
+            "only_if_cached": ("only_if_cached", control.only_if_cached),
+            "max_age": ("max_age_s", control.HasField("max_age_s")),
+            "tau": ("tau", control.HasField("tau")),
+        }
+        for right, (name, used) in asked.items():
+            if used and right not in self.cache_controls:
+                field = f"cache_control.{name}"
+                raise PermissionDenied(f"{field}: this tenant has no right to it", details={"field": field})
+        if control.HasField("tau") and self.tau is not None and control.tau < _float32(self.tau):
+            field = "cache_control.tau"
+            raise InvalidArgument(f"{field}: is below this tenant's {self.tau:g}", details={"field": field})
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +181,18 @@ class Credentials:
         return self.lookup(key.strip() if scheme.lower() == "bearer" else None)
 
     def authenticate(self, context: ServicerContext) -> Principal:
-        """The principal of a gRPC call."""
-        return self.from_authorization(metadata_value(context, "authorization"))
+        """The principal of a gRPC call. PermissionDenied when the call names another tenant than its key's: that header
+        is the mesh's own, and whoever sends it here must not believe that it did anything."""
+        principal = self.from_authorization(metadata_value(context, "authorization"))
+        named = metadata_value(context, TENANT_KEY)
+        if named is not None and named != principal.tenant:
+            raise PermissionDenied(f"{TENANT_KEY}: the tenant comes from the key alone", details={"field": TENANT_KEY})
+        return principal
+
+
+def _float32(value: float) -> float:
+    """As it comes over the wire: what equals the tenant's own threshold there is not below it."""
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])
 
 
 def _utc(moment: dt.datetime) -> dt.datetime:

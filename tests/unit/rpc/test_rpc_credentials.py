@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvmesh import errors
+from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc import Credentials, hash_key, new_key
+from kvmesh.rpc.credentials import Policy
 
 
 def toml(*keys: tuple[str, str], extra: str = "") -> str:
@@ -128,3 +131,47 @@ def test_a_broken_first_file_stops_the_start(tmp_path: Path, content: str) -> No
         Credentials(path)
     with pytest.raises(OSError):  # noqa: PT011
         Credentials(tmp_path / "nowhere.toml")
+
+
+CONTROLS: list[tuple[str, dict[str, Any]]] = [
+    ("no_cache", {"no_cache": True}),
+    ("only_if_cached", {"only_if_cached": True}),
+    ("max_age", {"max_age_s": 0}),
+    ("tau", {"tau": 0.99}),
+]
+
+
+@pytest.mark.parametrize(("right", "fields"), CONTROLS)
+def test_cache_controls_are_rights(right: str, fields: dict[str, Any]) -> None:
+    control = pb.CacheControl(**fields)
+    Policy().check_controls(control)
+    Policy(cache_controls=(right,)).check_controls(control)  # type: ignore[arg-type]
+    others = tuple(name for name, _ in CONTROLS if name != right)
+    with pytest.raises(errors.PermissionDenied) as refused:
+        Policy(cache_controls=others).check_controls(control)  # type: ignore[arg-type]
+    assert refused.value.details["field"] == f"cache_control.{next(iter(fields))}"
+    # Whoever has no rights can still keep an answer to itself.
+    Policy(cache_controls=()).check_controls(pb.CacheControl(no_store=True))
+    Policy(cache_controls=()).check_controls(pb.CacheControl())
+
+
+def test_a_request_may_only_be_stricter_than_its_tenant() -> None:
+    policy = Policy(tau=0.95)
+    for tau in (0.95, 0.96, 1.0):
+        policy.check_controls(pb.CacheControl(tau=tau))
+    for tau in (0.0, 0.5, 0.9499, -1.0):
+        with pytest.raises(errors.InvalidArgument, match="tau") as refused:
+            policy.check_controls(pb.CacheControl(tau=tau))
+        assert refused.value.details["field"] == "cache_control.tau"
+
+
+@pytest.mark.parametrize(
+    "line", ['cache_scope = "world"', 'cache_controls = ["everything"]', 'cache_controls = "tau"', "tau = nan"]
+)
+def test_a_policy_of_the_cache_is_checked(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(f"[tenants.a]\n{line}\n")
+    with pytest.raises(ValueError):  # noqa: PT011
+        Credentials(path)
+    path.write_text('[tenants.a]\ncache_scope = "user"\ncache_controls = ["tau"]\n')
+    Credentials(path)
