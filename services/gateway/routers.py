@@ -113,19 +113,26 @@ class Routers:
     def report(self, request: router_pb2.ReportRequest, tenant: str, decided_by: Replica) -> None:
         """Tell the replica that decided how the request ended; in the background, once, and lost if it fails (by
         contract). The others do not know the decision, and their load comes from the workers."""
+        self._tell(decided_by.stub.Report, request, tenant, request.request_id)
+
+    def report_shadow(self, request: router_pb2.ReportShadowRequest, tenant: str, decided_by: Replica) -> None:
+        """Bring a shadow's answer to the replica that asked for it, as `report` does."""
+        self._tell(decided_by.stub.ReportShadow, request, tenant, request.shadow_id)
+
+    def _tell(self, method: Any, request: Any, tenant: str, what: str) -> None:
         if self._reports >= MAX_REPORTS_IN_FLIGHT:
             return
         try:
-            self._tasks.spawn(self._report(request, tenant, decided_by), name="report", essential=False)
+            self._tasks.spawn(self._told(method, request, tenant, what), name="report", essential=False)
         except RuntimeError:
             log.debug("closing: a report is dropped")
 
-    async def _report(self, request: router_pb2.ReportRequest, tenant: str, replica: Replica) -> None:
+    async def _told(self, method: Any, request: Any, tenant: str, what: str) -> None:
         self._reports += 1
         try:
-            await replica.stub.Report(request, timeout=REPORT_TIMEOUT_S, metadata=tenant_metadata(tenant))
+            await method(request, timeout=REPORT_TIMEOUT_S, metadata=tenant_metadata(tenant))
         except grpc.aio.AioRpcError as exc:
-            log.info("report of %s was lost: %s", request.request_id, exc.code().name)
+            log.info("report of %s was lost: %s", what, exc.code().name)
         finally:
             self._reports -= 1
 
