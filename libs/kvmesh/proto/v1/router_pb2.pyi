@@ -57,6 +57,8 @@ class RouteRequest(_message.Message):
     NO_FLIGHT_FIELD_NUMBER: _builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     CHAINS_INCOMPLETE_FIELD_NUMBER: _builtins.int
+    TOKENIZED_FOR_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     gateway_id: _builtins.str
     model: _builtins.str
@@ -86,6 +88,11 @@ class RouteRequest(_message.Message):
     """The client's own request id, by which `kvmesh router explain` finds the decision."""
     chains_incomplete: _builtins.bool
     """Base seeds of workers were not known when the chains were made: placement goes by load alone."""
+    tokenized_for: _builtins.str
+    """The model for which the prompt was rendered and tokenized, and its tokenizer. Where an alias turns out to stand for
+    one of another tokenizer, the response names that model and holds no decision: ask again with its prompt.
+    """
+    tokenizer_fingerprint: _builtins.str
     @_builtins.property
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -135,10 +142,12 @@ class RouteRequest(_message.Message):
         no_flight: _builtins.bool = ...,
         client_request_id: _builtins.str = ...,
         chains_incomplete: _builtins.bool = ...,
+        tokenized_for: _builtins.str = ...,
+        tokenizer_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tau", b"_tau", "cache_control", b"cache_control", "sampling", b"sampling", "tau", b"tau"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tau", b"_tau", "cache", b"cache", "cache_control", b"cache_control", "cache_salt", b"cache_salt", "chains", b"chains", "chains_incomplete", b"chains_incomplete", "client_request_id", b"client_request_id", "exclude_workers", b"exclude_workers", "gateway_id", b"gateway_id", "messages", b"messages", "model", b"model", "no_flight", b"no_flight", "pinned_revision", b"pinned_revision", "pinned_tokenizer", b"pinned_tokenizer", "priority", b"priority", "prompt_digest", b"prompt_digest", "prompt_text", b"prompt_text", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "tau", b"tau", "token_ids", b"token_ids", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tau", b"_tau", "cache", b"cache", "cache_control", b"cache_control", "cache_salt", b"cache_salt", "chains", b"chains", "chains_incomplete", b"chains_incomplete", "client_request_id", b"client_request_id", "exclude_workers", b"exclude_workers", "gateway_id", b"gateway_id", "messages", b"messages", "model", b"model", "no_flight", b"no_flight", "pinned_revision", b"pinned_revision", "pinned_tokenizer", b"pinned_tokenizer", "priority", b"priority", "prompt_digest", b"prompt_digest", "prompt_text", b"prompt_text", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "tau", b"tau", "token_ids", b"token_ids", "tokenized_for", b"tokenized_for", "tokenizer_fingerprint", b"tokenizer_fingerprint", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tau: _TypeAlias = _typing.Literal["tau"]  # noqa: Y015
     _WhichOneofArgType__tau: _TypeAlias = _typing.Literal["_tau", b"_tau"]  # noqa: Y015
