@@ -1,151 +1,255 @@
-"""The vector index of the semantic cache: one FAISS index a partition, so that no search ever sees a foreign entry.
+"""The semantic cache's memory: entries with their vectors, bounded in number, bytes and age.
 
-Entries are bounded in number, bytes and age; the least recently used leave first. Pure and synchronous: one thread
-owns an instance.
+Pure and synchronous: one thread owns an instance.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
-import faiss
 import numpy as np
+import numpy.typing as npt
 
-from services.router.near.embedder import Vector
+from services.router.near.arena import BIG_ROWS, Arena
+from services.router.near.entries import Entry, Kept, Shares
+from services.router.near.search import Searcher
 
 Clock = Callable[[], float]
 
-ENTRY_OVERHEAD_BYTES = 512
-# Removing from a flat index moves what lies behind, so room is made for several entries at once.
-EVICTED_AT_ONCE = 0.01
+ENTRY_OVERHEAD_BYTES = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A remembered answer: `text` is the question's last user text, `prompt` the digest of its rendered tokens."""
+class Near(NamedTuple):
+    """An entry that came near: its cosine with the question asked, seconds since it was stored."""
 
-    text: str
-    prompt: bytes
-    answer: bytes
+    score: float
+    age_s: float
+    kept: Kept
 
-
-@dataclass(slots=True)
-class _Kept:
-    partition: bytes
-    entry: Entry
-    expires: float
-    size: int
+    @property
+    def entry(self) -> Entry:
+        """The entry."""
+        return self.kept.entry
 
 
 class NearIndex:
     """Cosine search over unit vectors within hard partitions."""
 
     def __init__(
-        self, dim: int, *, max_entries: int, max_bytes: int, ttl_s: float, clock: Clock = time.monotonic
+        self,
+        dim: int,
+        *,
+        max_entries: int,
+        max_bytes: int,
+        ttl_s: float,
+        fetchable: bool = False,
+        clock: Clock = time.monotonic,
+        searcher: Searcher | None = None,
+        big_rows: int = BIG_ROWS,
     ) -> None:
-        self._dim = dim
+        """fetchable: answers can be had again from elsewhere, so under pressure they leave before entries do."""
+        self.arena = Arena(dim, max_entries, searcher=searcher, big_rows=big_rows)
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
+        self._fetchable = fetchable
         self._clock = clock
-        self._partitions: dict[bytes, faiss.IndexIDMap] = {}
-        self._kept: OrderedDict[int, _Kept] = OrderedDict()
-        self._ids: dict[tuple[bytes, str, bytes], int] = {}
-        self._next_id = 0
-        self.bytes = 0
+        self.shares = Shares(max_entries, max_bytes)
+        self._kept: dict[int, Kept] = {}
+        self._names: dict[tuple[bytes, str, bytes], int] = {}
+        self._ids: dict[bytes, int] = {}
+        self._answers: OrderedDict[int, Kept] = OrderedDict()
+        self._ends: list[tuple[float, int, int]] = []
+        self._added = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
+    def held_bytes(self) -> int:
+        """What all entries count for."""
+        return self.shares.bytes
+
+    @property
     def partitions(self) -> int:
         """Partitions that hold an entry."""
-        return len(self._partitions)
+        return self.arena.partitions
 
-    def search(self, partition: bytes, vector: Vector, tau: float, k: int = 8) -> Iterator[tuple[float, int, Entry]]:
-        """(cosine, id, entry) of at most `k` entries of the partition with cosine ≥ `tau`, best first."""
-        index = self._partitions.get(partition)
-        if index is None:
-            return
-        scores, ids = index.search(vector.reshape(1, self._dim), min(k, index.ntotal))
+    def search(
+        self,
+        partition: bytes,
+        vector: npt.NDArray[np.generic],
+        floor: float,
+        k: int = 8,
+        max_age_s: float | None = None,
+    ) -> list[Near]:
+        """At most `k` entries of the partition with cosine ≥ `floor`, best first. Raises InvalidArgument."""
+        self.expire()
         now = self._clock()
-        for score, entry_id in zip(scores[0].tolist(), ids[0].tolist(), strict=True):
-            if entry_id < 0 or score < tau:
-                return
-            kept = self._kept[entry_id]
-            if kept.expires > now:
-                yield min(1.0, score), entry_id, kept.entry
+        near: list[Near] = []
+        # Those that are too old for this request must not crowd out the others.
+        scores, rows = self.arena.search(partition, vector, k if max_age_s is None else 8 * k)
+        for score, row in zip(scores.tolist(), rows.tolist(), strict=True):
+            if score < floor or len(near) == k:
+                break
+            kept = self._kept[row]
+            age = max(0.0, now - kept.since)
+            if max_age_s is None or age <= max_age_s:
+                near.append(Near(min(1.0, score), age, kept))
+        return near
 
-    def touch(self, entry_id: int) -> None:
+    def touch(self, kept: Kept) -> None:
         """The entry was of use: it leaves later."""
-        if entry_id in self._kept:
-            self._kept.move_to_end(entry_id)
+        if self._kept.get(kept.row) is kept:
+            self.shares.touch(kept)
+            if kept.row in self._answers:
+                self._answers.move_to_end(kept.row)
 
-    def add(self, partition: bytes, vector: Vector, entry: Entry) -> bool:
-        """Remember an entry; one of the same question is replaced. False when it alone exceeds the bound."""
-        size = ENTRY_OVERHEAD_BYTES + 4 * self._dim + len(entry.text.encode()) + len(entry.prompt) + len(entry.answer)
+    def find(self, entry_id: bytes) -> Kept | None:
+        """The entry of an id."""
+        row = self._ids.get(entry_id)
+        return None if row is None else self._kept[row]
+
+    def add(
+        self,
+        partition: bytes,
+        vector: npt.NDArray[np.generic],
+        entry: Entry,
+        *,
+        age_s: float = 0.0,
+        left_s: float | None = None,
+    ) -> bool:
+        """Remember an entry; one of the same question or id is replaced. False when it alone exceeds the bound.
+
+        age_s: seconds since it was stored. left_s: seconds it still lives, never more than the index's own limit.
+        Raises InvalidArgument for a vector that is none; then nothing has changed.
+        """
+        size = ENTRY_OVERHEAD_BYTES + 4 * self.arena.dim + len(entry.text.encode()) + len(entry.prompt)
+        size += len(entry.answer or b"")
         if size > self._max_bytes:
             return False
+        lives = self._ttl_s - age_s if left_s is None else min(left_s, self._ttl_s - age_s)
+        if lives <= 0:
+            return False
         name = (partition, entry.text, entry.prompt)
-        if name in self._ids:
-            self._drop([self._ids[name]])
+        doomed = {self._names.get(name), self._ids.get(entry.entry_id) if entry.entry_id else None}
+        self.arena.check(vector)
+        for old in doomed - {None}:
+            self._drop(self._kept[old])  # type: ignore[index]
         self._make_room(size)
-        index = self._partitions.get(partition)
-        if index is None:
-            index = self._partitions[partition] = faiss.IndexIDMap(faiss.IndexFlatIP(self._dim))
-        entry_id = self._next_id
-        self._next_id += 1
-        index.add_with_ids(vector.reshape(1, self._dim), np.asarray([entry_id], dtype=np.int64))
-        self._kept[entry_id] = _Kept(partition, entry, self._clock() + self._ttl_s, size)
-        self._ids[name] = entry_id
-        self.bytes += size
+        row = self.arena.add(partition, vector)
+        now = self._clock()
+        self._added += 1
+        kept = Kept(row, self._added, partition, entry, now - age_s, now + lives, size)
+        self._kept[row] = kept
+        self._names[name] = row
+        if entry.entry_id:
+            self._ids[entry.entry_id] = row
+        if entry.answer is not None:
+            self._answers[row] = kept
+        self.shares.add(kept)
+        heapq.heappush(self._ends, (kept.expires, kept.number, row))
+        if len(self._ends) > 2 * len(self._kept) + 64:
+            self._ends = [(each.expires, each.number, each.row) for each in self._kept.values()]
+            heapq.heapify(self._ends)
         return True
 
+    def purge(self, what: str, value: str) -> int:
+        """Forget entries by `id`, `tenant`, `model` or `family` (hex); returns how many."""
+        if what == "tenant":
+            own = self.shares.of(value)
+            for kept in own:
+                self._drop(kept)
+            return len(own)
+        if what == "id":
+            found = self.find(bytes.fromhex(value))
+            if found is not None:
+                self._drop(found)
+            return int(found is not None)
+        return self._drop_where(lambda kept: getattr(kept.entry, what) == value)
+
+    def age_of(self, left_s: float) -> float:
+        """Age of an entry that still lives `left_s` seconds, if it was to live as long as those here."""
+        return max(0.0, self._ttl_s - left_s)
+
+    def mark(self) -> int:
+        """A point in time for `sweep`."""
+        return self._added
+
+    def sweep(self, mark: int, keep: set[bytes]) -> int:
+        """Forget entries with an id that is not among `keep`, of those added up to a mark; returns how many."""
+        return self._drop_where(
+            lambda kept: kept.number <= mark and bool(kept.entry.entry_id) and kept.entry.entry_id not in keep
+        )
+
+    def drop_before(self, epoch: int) -> int:
+        """Forget entries of earlier epochs, those of none aside; returns how many."""
+        return self._drop_where(lambda kept: 0 < kept.entry.epoch < epoch)
+
+    def _drop_where(self, doomed: Callable[[Kept], bool]) -> int:
+        found = [kept for kept in self._kept.values() if doomed(kept)]
+        for kept in found:
+            self._drop(kept)
+        return len(found)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._drop_where(lambda _: True)
+
     def expire(self) -> int:
-        """Forget what is too old; returns how many. Cost is linear in the entries."""
-        now = self._clock()
-        old = [entry_id for entry_id, kept in self._kept.items() if kept.expires <= now]
-        self._drop(old)
-        return len(old)
+        """Forget what is too old; returns how many. Cost is logarithmic for each."""
+        now, count = self._clock(), 0
+        while self._ends and self._ends[0][0] <= now:
+            _, number, row = heapq.heappop(self._ends)
+            kept = self._kept.get(row)
+            if kept is not None and kept.number == number:
+                self._drop(kept)
+                count += 1
+        return count
 
     def _make_room(self, size: int) -> None:
-        if len(self._kept) < self._max_entries and self.bytes + size <= self._max_bytes:
-            return
-        entries = min(self._max_entries - 1, int(self._max_entries * (1 - EVICTED_AT_ONCE)))
-        limit = min(self._max_bytes - size, int(self._max_bytes * (1 - EVICTED_AT_ONCE)))
-        count, total, victims = len(self._kept), self.bytes, []
-        for entry_id, kept in self._kept.items():
-            if count <= entries and total <= limit:
-                break
-            victims.append(entry_id)
-            count, total = count - 1, total - kept.size
-        self._drop(victims)
+        if self._fetchable:
+            while self._answers and self.shares.bytes + size > self._max_bytes:
+                self._forget_answer(next(iter(self._answers.values())))
+        while len(self._kept) >= self._max_entries or self.shares.bytes + size > self._max_bytes:
+            self._drop(self.shares.victim())
 
-    def _drop(self, entry_ids: list[int]) -> None:
-        doomed: dict[bytes, list[int]] = {}
-        for entry_id in entry_ids:
-            kept = self._kept.pop(entry_id)
-            del self._ids[(kept.partition, kept.entry.text, kept.entry.prompt)]
-            self.bytes -= kept.size
-            doomed.setdefault(kept.partition, []).append(entry_id)
-        for partition, ids in doomed.items():
-            index = self._partitions[partition]
-            index.remove_ids(faiss.IDSelectorBatch(np.asarray(ids, dtype=np.int64)))
-            if index.ntotal == 0:
-                del self._partitions[partition]
+    def _forget_answer(self, kept: Kept) -> None:
+        lighter = replace(kept.entry, answer=None)
+        self.shares.resize(kept, kept.size - len(kept.entry.answer or b""))
+        kept.entry = lighter
+        del self._answers[kept.row]
+
+    def _drop(self, kept: Kept) -> None:
+        entry = kept.entry
+        del self._kept[kept.row]
+        del self._names[(kept.partition, entry.text, entry.prompt)]
+        self._ids.pop(entry.entry_id, None)
+        self._answers.pop(kept.row, None)
+        self.shares.remove(kept)
+        self.arena.remove(kept.row)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.clear()
+        self.arena.close()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless index, entries and sums agree."""
-        held = {
-            int(entry_id): partition
-            for partition, index in self._partitions.items()
-            for entry_id in faiss.vector_to_array(index.id_map)
-        }
-        assert held == {entry_id: kept.partition for entry_id, kept in self._kept.items()}
-        assert sorted(self._ids.values()) == sorted(self._kept)
-        assert self.bytes == sum(kept.size for kept in self._kept.values())
-        assert self.bytes <= self._max_bytes
+        """Raise AssertionError unless arena, entries and sums agree."""
+        self.arena.check_integrity()
+        self.shares.check_integrity()
+        assert len(self.arena) == len(self._kept) == len(self.shares) == len(self._names)
+        assert set(self._answers) == {row for row, kept in self._kept.items() if kept.entry.answer is not None}
+        for row, kept in self._kept.items():
+            assert kept.row == row
+            assert self._names[(kept.partition, kept.entry.text, kept.entry.prompt)] == row
+            assert not kept.entry.entry_id or self._ids[kept.entry.entry_id] == row
+        assert set(self._ids.values()) <= set(self._kept)
+        assert {row for _, _, row in self._ends} >= set(self._kept)
+        assert self.held_bytes <= self._max_bytes
         assert len(self._kept) <= self._max_entries

@@ -1,59 +1,118 @@
-"""The semantic cache: one thread that embeds, searches and remembers, behind a bounded queue.
+"""The semantic cache: texts become vectors on one thread, another searches and remembers; both behind bounded queues.
 
-The event loop never computes a vector and never searches. A look-up waits for its own short limit only; when the
-thread is busy for long, its queue is full, or the embedder is missing, the look-up is a miss at once.
+The event loop never computes a vector and never searches. A look-up waits for its own short limit only; when a thread
+is busy for long, its queue is full, or the embedder is missing, the look-up is a miss at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvmesh.errors import InvalidArgument
 from services.router.cache.fingerprint import CacheKey
-from services.router.match.guards import refusal
-from services.router.near.embedder import Embedder, Vector
-from services.router.near.index import Entry, NearIndex
+from services.router.match import DEFAULT as DEFAULT_RULES
+from services.router.match import Rules, Verdict, judge
+from services.router.near.arena import BIG_ROWS
+from services.router.near.batching import EMBED_TIMEOUT_S, Batcher
+from services.router.near.building import IndexBuilding
+from services.router.near.embedder import Embedder
+from services.router.near.entries import Entry
+from services.router.near.index import Near, NearIndex
+from services.router.near.search import Vector
 
 log = logging.getLogger(__name__)
 
 MAX_QUEUE = 64
 STUCK_S = 0.5
-EXPIRE_EVERY_S = 60.0
+EXPIRE_EVERY_S = 5.0
 CLOSE_TIMEOUT_S = 2.0
-RECENT_VECTORS = 1024
+MAX_CANDIDATES = 8
+BELOW_TAU = 0.05
+LEAST_SHOWN = 0.8
+"""Candidates are listed from BELOW_TAU below τ on, but from LEAST_SHOWN at most; only those from τ on can serve."""
+
+BULK_TIMEOUT_S = 30.0
+FULL_PAUSE_S = 0.005
 
 
 class Hit(NamedTuple):
-    """A remembered answer and the cosine of its question with the one asked."""
+    """A remembered answer, as it was stored.
+
+    score: cosine of its question with the one asked. age_s: seconds since it was stored. purge_id: hex. text: its
+    question. verifier: probability that both ask the same, NaN where that was not asked.
+    """
 
     score: float
     answer: bytes
+    age_s: float = 0.0
+    purge_id: str = ""
+    text: str = ""
+    verifier: float = math.nan
 
 
-class Found(NamedTuple):
-    """Outcome of a look-up: `result` is "hit", "miss", "guarded", "timeout" or "skipped"."""
+class Candidate(NamedTuple):
+    """A remembered question that came near, and what became of it. guard: why it was refused, "" for no reason."""
+
+    similarity: float
+    text: str
+    guard: str
+    verifier: float
+    served: bool
+    purge_id: str
+
+
+class NearOutcome(NamedTuple):
+    """Of a look-up: `result` is "hit", "miss", "guarded", "timeout" or "skipped"."""
 
     result: str
     hit: Hit | None = None
+    candidates: tuple[Candidate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an entry lies in Redis and what it is purged by. expires_ms: since 1970. See `kvmesh.store.keys`."""
+
+    entry_id: bytes
+    tag: str
+    exact: str
+    tenant: str
+    model: str
+    family: str
+    epoch: int
+    expires_ms: int
+
+
+Judge = Callable[[str, str, float, Rules], Verdict]
+"""See `services.router.match.judge`."""
+
+Fetch = Callable[[Entry, float], Awaitable[bytes | None]]
+"""(entry, seconds) → its answer from Redis; b"" when Redis has none, None when Redis did not answer."""
+
+Publish = Callable[[CacheKey, Vector, str, Origin], Awaitable[None]]
+"""(key, vector, embedder's identity, origin): tell the other replicas of a new entry."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
     """Work for the thread; worthless after `expires` (monotonic seconds)."""
 
-    work: Callable[[Embedder, NearIndex], object]
+    work: Callable[[NearIndex], object]
     expires: float
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[object] = field(init=False)
+    loop: asyncio.AbstractEventLoop | None
+    future: asyncio.Future[object] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.future = self.loop.create_future()
+        if self.loop is not None:
+            self.future = self.loop.create_future()
 
 
 class NearCache:
@@ -67,41 +126,185 @@ class NearCache:
         max_bytes: int,
         ttl_s: float,
         max_queue: int = MAX_QUEUE,
+        embed_timeout_s: float = EMBED_TIMEOUT_S,
+        big_rows: int = BIG_ROWS,
+        judge: Judge = judge,
+        fetchable: bool = False,
     ) -> None:
-        """`load` makes the embedder; it runs on the thread, so it may take its time and may fail."""
+        """`load` makes the embedder; it runs on the thread, so it may take its time and may fail.
+
+        fetchable: answers can be fetched from Redis (`fetch` is set), so memory may let go of them.
+        """
         self._load = load
-        self._bounds = (max_entries, max_bytes, ttl_s)
+        self._judge = judge
+        self._ttl_s = ttl_s
+        self._embed_timeout_s = embed_timeout_s
+        self._options = {
+            "max_entries": max_entries,
+            "max_bytes": max_bytes,
+            "ttl_s": ttl_s,
+            "big_rows": big_rows,
+            "fetchable": fetchable,
+        }
+        # Replicas' bulk work waits elsewhere (`_bulk`), so this bounds who waits for an answer.
         self._queue: queue.Queue[_Job | None] = queue.Queue(max_queue)
-        self._thread = threading.Thread(target=self._run, name="kvmesh-embedder", daemon=True)
+        self._batcher: Batcher | None = None
+        self.building = IndexBuilding(self._post)
+        self._thread = threading.Thread(target=self._run, name="kvmesh-near", daemon=True)
         self._busy_since: float | None = None
-        self._vectors: dict[str, Vector | None] = {}
         self.state = "new"
         """"new", "loading", "ready", "failed" or "closed"."""
-        self.entries = 0
+        self.embedder_id = ""
+        """Name and digest of what makes the vectors, once it has loaded."""
+        self.entries = self.bytes = self.partitions = self.indexed = 0
         self.settled = threading.Event()
         """Set once the embedder has loaded or failed to."""
+        self.fetch: Fetch | None = None
+        self.publish: Publish | None = None
 
     def start(self) -> None:
         """Load the embedder in the background and begin to work."""
         self.state = "loading"
         self._thread.start()
 
-    async def lookup(self, key: CacheKey, tau: float, timeout_s: float) -> Found:
-        """The best remembered answer with cosine ≥ `tau` that no guard refuses, within `timeout_s` seconds."""
-        outcome = await self._submit(lambda embedder, index: self._search(embedder, index, key, tau), timeout_s)
-        return outcome if isinstance(outcome, Found) else Found("timeout" if outcome is TimeoutError else "skipped")
+    async def embed(self, text: str, timeout_s: float | None = None) -> Vector | None:
+        """float32 (dim,) of length 1; None where the text has no vector, or none within `timeout_s` seconds."""
+        try:
+            return await self._embed(text, self._embed_timeout_s if timeout_s is None else timeout_s)
+        except TimeoutError:
+            return None
 
-    async def store(self, key: CacheKey, answer: bytes, timeout_s: float) -> bool:
-        """Remember an answer; False when it was not possible within `timeout_s` seconds."""
-        return await self._submit(lambda embedder, index: self._add(embedder, index, key, answer), timeout_s) is True
+    async def _embed(self, text: str, timeout_s: float) -> Vector | None:
+        batcher = self._batcher
+        if self.state != "ready" or batcher is None:
+            return None
+        return await batcher.embed(text, timeout_s)
 
-    async def _submit(self, work: Callable[[Embedder, NearIndex], object], timeout_s: float) -> object:
+    async def lookup(
+        self,
+        key: CacheKey,
+        tau: float,
+        timeout_s: float,
+        *,
+        max_age_s: float | None = None,
+        rules: Rules = DEFAULT_RULES,
+        explain: bool = False,
+    ) -> NearOutcome:
+        """The best remembered answer with cosine ≥ `tau` that is judged to ask the same, within `timeout_s` seconds.
+
+        max_age_s: older answers do not count. rules: guards, and the threshold of the verifier. explain: candidates
+        below τ and behind a hit are judged too.
+        Raises InvalidArgument for a τ outside [0, 1].
+        """
+        if not 0.0 <= tau <= 1.0:
+            raise InvalidArgument("tau must be in [0, 1]", details={"field": "tau"})
+        if not key.partition or timeout_s <= 0:
+            return NearOutcome("skipped")
+        ends = time.monotonic() + timeout_s
+        try:
+            vector = await self._embed(key.text, min(timeout_s, self._embed_timeout_s))
+        except TimeoutError:
+            return NearOutcome("timeout")
+        if vector is None:
+            return NearOutcome("skipped")
+        known = vector
+
+        def decide(remembered: str, cosine: float) -> Verdict:
+            return self._judge(key.text, remembered, cosine, rules)
+
+        def search(index: NearIndex) -> tuple[NearOutcome, Near | None]:
+            floor = min(tau, max(tau - BELOW_TAU, LEAST_SHOWN))
+            near = index.search(key.partition, known, floor, MAX_CANDIDATES, max_age_s)
+            return _choose(index, key, near, tau, decide, explain)
+
+        result = await self._submit(search, ends - time.monotonic())
+        if not isinstance(result, tuple):
+            return NearOutcome("timeout" if result is TimeoutError else "skipped")
+        outcome: NearOutcome = result[0]
+        served: Near | None = result[1]
+        if served is None or served.entry.answer is not None:
+            return outcome
+        return await self._fetched(outcome, served, ends - time.monotonic())
+
+    async def _fetched(self, outcome: NearOutcome, served: Near, timeout_s: float) -> NearOutcome:
+        """The outcome with its answer from Redis; a miss where there is none."""
+        entry = served.entry
+        answer = await self.fetch(entry, timeout_s) if self.fetch is not None and timeout_s > 0 else None
+        if answer and outcome.hit is not None:
+            return outcome._replace(hit=outcome.hit._replace(answer=answer))
+        if answer == b"":
+            self._post_to_index(lambda index: index.purge("id", entry.entry_id.hex()))
+        unserved = tuple(candidate._replace(served=False) for candidate in outcome.candidates)
+        return NearOutcome("miss" if answer == b"" else "timeout", None, unserved)
+
+    async def store(self, key: CacheKey, answer: bytes, timeout_s: float, origin: Origin | None = None) -> bool:
+        """Remember an answer and tell the other replicas; False when it was not possible within `timeout_s` seconds.
+
+        origin: None for an answer that this process alone shall know.
+        """
+        if not key.partition:
+            return False
+        ends = time.monotonic() + timeout_s
+        vector = await self.embed(key.text, timeout_s)
+        if vector is None:
+            return False
+        known = vector
+        entry = Entry(key.text, key.prompt, answer)
+        left = None
+        if origin is not None:
+            entry = Entry(
+                key.text,
+                key.prompt,
+                answer,
+                entry_id=origin.entry_id,
+                tag=origin.tag,
+                exact=origin.exact,
+                tenant=origin.tenant,
+                model=origin.model,
+                family=origin.family,
+                epoch=origin.epoch,
+            )
+            left = origin.expires_ms / 1000 - time.time()
+        added = await self._submit(
+            lambda index: index.add(key.partition, known, entry, left_s=left), ends - time.monotonic()
+        )
+        if origin is not None and self.publish is not None:
+            # Also when this replica had no time for it: others may, and a rebuild finds it.
+            await self.publish(key, known, self.embedder_id, origin)
+        return added is True
+
+    async def purge(self, what: str, value: str) -> bool:
+        """Forget entries here by `id`, `tenant`, `model` or `family` (hex); False when the thread had no time."""
+        return await self.bulk(lambda index: index.purge(what, value)) is not None
+
+    async def bulk(self, work: Callable[[NearIndex], object]) -> object:
+        """The result of work that may wait behind look-ups; None when it failed or the cache ends."""
+        ends = time.monotonic() + BULK_TIMEOUT_S
+        while self.state == "ready" and time.monotonic() < ends:
+            job = _Job(work, ends, asyncio.get_running_loop())
+            try:
+                self._queue.put_nowait(job)
+            except queue.Full:
+                await asyncio.sleep(FULL_PAUSE_S)
+                continue
+            assert job.future is not None
+            try:
+                async with asyncio.timeout_at(asyncio.get_running_loop().time() + BULK_TIMEOUT_S):
+                    return await job.future
+            except TimeoutError:
+                return None
+        return None
+
+    async def _submit(self, work: Callable[[NearIndex], object], timeout_s: float) -> object:
         """The work's result, None when it was refused or failed, the class TimeoutError when it took too long."""
         now = time.monotonic()
         busy_since = self._busy_since
-        if self.state != "ready" or timeout_s <= 0 or (busy_since is not None and now - busy_since > STUCK_S):
+        if self.state != "ready" or (busy_since is not None and now - busy_since > STUCK_S):
             return None
+        if timeout_s <= 0:
+            return TimeoutError
         job = _Job(work, now + timeout_s, asyncio.get_running_loop())
+        assert job.future is not None
         try:
             self._queue.put_nowait(job)
         except queue.Full:
@@ -113,7 +316,11 @@ class NearCache:
             return TimeoutError
 
     def close(self) -> None:
-        """End the thread; one that hangs in the model is left behind (it is a daemon)."""
+        """End the threads; one that hangs in the model is left behind (it is a daemon)."""
+        self.building.close()
+        batcher = self._batcher
+        if batcher is not None:
+            batcher.close(CLOSE_TIMEOUT_S)
         if self.state in ("new", "closed"):
             self.state = "closed"
             return
@@ -121,85 +328,129 @@ class NearCache:
         try:
             self._queue.put_nowait(None)
         except queue.Full:
-            log.debug("the embedder's queue is full at the end")
+            log.debug("the index's queue is full at the end")
         self._thread.join(CLOSE_TIMEOUT_S)
 
-    # --- on the thread --------------------------------------------------------------------------------------------
+    # --- on the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        index: NearIndex | None = None
         try:
             embedder = self._load()
             if embedder is not None:
                 import faiss
 
                 faiss.omp_set_num_threads(1)
-                max_entries, max_bytes, ttl_s = self._bounds
-                index = NearIndex(embedder.dim, max_entries=max_entries, max_bytes=max_bytes, ttl_s=ttl_s)
+                index = NearIndex(embedder.dim, **self._options)  # type: ignore[arg-type]
+                self.embedder_id = embedder.identity
+                self._batcher = Batcher(embedder, max_queue=self._queue.maxsize)
+                self._batcher.start()
+                self._warm_up()
         except Exception as exc:
             log.warning("the semantic cache is off: %s", exc)
-            embedder = None
+            index = None
         if self.state != "closed":
-            self.state = "ready" if embedder is not None else "failed"
+            self.state = "ready" if index is not None else "failed"
+        elif self._batcher is not None:
+            self._batcher.close(0.0)
         self.settled.set()
-        if embedder is None:
+        if index is None:
             return
-        swept = time.monotonic()
         while self.state != "closed":
             try:
                 job = self._queue.get(timeout=EXPIRE_EVERY_S)
             except queue.Empty:
                 job = None
-            now = time.monotonic()
-            if now - swept > EXPIRE_EVERY_S:
+            if job is not None and job.expires > time.monotonic():
+                self._serve(job, index)
+            else:
                 index.expire()
-                swept, self.entries = now, len(index)
-            if job is not None and job.expires > now:
-                self._serve(job, embedder, index)
+            self.building.poll(index.arena)
+            self.entries, self.bytes = len(index), index.held_bytes
+            self.partitions, self.indexed = index.partitions, index.arena.indexed
+        self.building.close()
+        index.close()
 
-    def _serve(self, job: _Job, embedder: Embedder, index: NearIndex) -> None:
+    def _warm_up(self) -> None:
+        """What the judge loads at its first judgement must not be paid for by a request."""
+        try:
+            self._judge("What is a page?", "What is one page?", 1.0, DEFAULT_RULES)
+        except Exception:
+            log.warning("the judge of the semantic cache fails", exc_info=True)
+
+    def _serve(self, job: _Job, index: NearIndex) -> None:
         self._busy_since = time.monotonic()
         result: object = None
         try:
-            result = job.work(embedder, index)
+            result = job.work(index)
+        except InvalidArgument as exc:
+            log.warning("the semantic cache refused a vector: %s", exc)
         except Exception:
             log.warning("the semantic cache failed on one request", exc_info=True)
         self._busy_since = None
         self.entries = len(index)
+        if job.loop is None or job.future is None:
+            return
         try:
             job.loop.call_soon_threadsafe(_resolve, job.future, result)
         except RuntimeError:
             log.debug("the event loop is gone")
 
-    def _embed(self, embedder: Embedder, text: str) -> Vector | None:
-        """The vector of a text; the look-up of a request is followed by its store, so recent ones are kept."""
-        if text not in self._vectors:
-            while len(self._vectors) >= RECENT_VECTORS:
-                del self._vectors[next(iter(self._vectors))]
-            self._vectors[text] = embedder.embed(text)
-        return self._vectors[text]
+    def _post_to_index(self, work: Callable[[NearIndex], object]) -> None:
+        """Run on the thread when there is room; lost otherwise."""
+        try:
+            self._queue.put_nowait(_Job(work, math.inf, None))
+        except queue.Full:
+            log.debug("the index's queue is full")
 
-    def _search(self, embedder: Embedder, index: NearIndex, key: CacheKey, tau: float) -> Found:
-        vector = self._embed(embedder, key.text)
-        if vector is None:
-            return Found("skipped")
-        result = "miss"
-        for score, entry_id, entry in index.search(key.partition, vector, tau):
-            if _same_question(key, entry):
-                index.touch(entry_id)
-                return Found("hit", Hit(score, entry.answer))
-            result = "guarded"
-        return Found(result)
-
-    def _add(self, embedder: Embedder, index: NearIndex, key: CacheKey, answer: bytes) -> bool:
-        vector = self._embed(embedder, key.text)
-        return vector is not None and index.add(key.partition, vector, Entry(key.text, key.prompt, answer))
+    def _post(self, call: Callable[[], None]) -> None:
+        """Run on the thread, from another one that may wait for room."""
+        while self.state != "closed":
+            try:
+                self._queue.put(_Job(lambda _: call(), math.inf, None), timeout=1.0)
+            except queue.Full:
+                continue
+            return
 
 
-def _same_question(key: CacheKey, entry: Entry) -> bool:
+Decide = Callable[[str, float], Verdict]
+
+
+def _choose(
+    index: NearIndex, key: CacheKey, near: list[Near], tau: float, decide: Decide, explain: bool
+) -> tuple[NearOutcome, Near | None]:
+    candidates: list[Candidate] = []
+    hit: Hit | None = None
+    served: Near | None = None
+    refused = False
+    for each in near:
+        entry, guard, verifier = each.entry, "", math.nan
+        eligible = each.score >= tau and hit is None
+        if eligible or explain:
+            guard, verifier = _verdict(key, each, decide)
+        serves = eligible and not guard
+        refused = refused or (eligible and bool(guard))
+        purge_id = entry.entry_id.hex()
+        if serves:
+            index.touch(each.kept)
+            served = each
+            hit = Hit(each.score, entry.answer or b"", each.age_s, purge_id, entry.text, verifier)
+        candidates.append(Candidate(each.score, entry.text, guard, verifier, serves, purge_id))
+    result = "hit" if hit is not None else "guarded" if refused else "miss"
+    return NearOutcome(result, hit, tuple(candidates)), served
+
+
+def _verdict(key: CacheKey, near: Near, decide: Decide) -> tuple[str, float]:
+    """(what refuses, "" for nothing; the verifier's probability, NaN where it was not asked)."""
+    entry = near.entry
     if key.text == entry.text:
         # The same text in other tokens was rendered differently: something else than the text is different.
-        return key.prompt == entry.prompt
-    return not refusal(key.text, entry.text)
+        return ("" if key.prompt == entry.prompt else "rendering"), math.nan
+    verdict = decide(entry.text, near.score)
+    if verdict.same:
+        return "", verdict.probability
+    by_verifier = verdict.guard in ("", "verifier")
+    return verdict.guard or "verifier", verdict.probability if by_verifier else math.nan
 
 
 def _resolve(future: asyncio.Future[object], result: object) -> None:

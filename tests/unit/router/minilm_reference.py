@@ -23,6 +23,8 @@ TEXTS = [
     "KV pages move layer by layer from prefill to decode.",
     "naïve café, 東京 — 3.14!",
     "a",
+    # Beyond the 128 tokens that the packaged tokenizer cuts at, within the window of 256.
+    "The quick brown fox jumps over the lazy dog and then writes a long letter home. " * 12 + "It ends in Lisbon.",
 ]
 LAYERS, HEADS = 6, 12
 
@@ -85,6 +87,7 @@ def main() -> None:
     root = Path(spec.submodule_search_locations[0]) / "model"
     tokenizer = Tokenizer.from_file(str(root / "tokenizer.json"))
     tokenizer.no_padding()
+    tokenizer.no_truncation()
     weights = load(root / "model.safetensors")
     golden = {}
     for text in TEXTS:

@@ -1,0 +1,81 @@
+"""Indices of large partitions, one at a time: asked for on the index's thread, trained elsewhere, taken in there."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from kvmesh.errors import KvmeshError
+from services.router.near.arena import Arena
+from services.router.near.builder import BuilderProcess
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 30.0
+
+Post = Callable[[Callable[[], None]], None]
+
+
+class IndexBuilding:
+    """Starts a child where a partition needs an index; searches go on by brute force until it is there.
+
+    All but the waiting for the child happens on the thread that owns the arena.
+    """
+
+    def __init__(self, post: Post, make: Callable[[], BuilderProcess] = BuilderProcess) -> None:
+        """post: runs a call on the arena's thread, later."""
+        self._post = post
+        self._make = make
+        self._child: BuilderProcess | None = None
+        self._not_before = 0.0
+        self._closed = False
+        self.built = 0
+        """Indices taken in so far, and builds that failed."""
+        self.failed = 0
+
+    @property
+    def running(self) -> BuilderProcess | None:
+        """The child at work."""
+        return self._child
+
+    def poll(self, arena: Arena) -> None:
+        """Begin a build where one is due and none runs."""
+        if self._closed or self._child is not None or time.monotonic() < self._not_before:
+            return
+        name = arena.wanting()
+        if name is None:
+            return
+        child = self._child = self._make()
+        rows, generations = arena.snapshot(name)
+
+        def wait() -> None:
+            try:
+                built = child.run(arena.fileno(), arena.dim, arena.max_rows, rows)
+            except (KvmeshError, OSError, MemoryError) as exc:
+                self._post(lambda error=exc: self._lost(error))  # type: ignore[misc]
+            else:
+                self._post(lambda: self._take(arena, name, lambda: arena.install(name, rows, generations, built)))
+
+        threading.Thread(target=wait, name="kvmesh-index-build", daemon=True).start()
+
+    def _take(self, arena: Arena, name: bytes, install: Callable[[], bool]) -> None:
+        self._child = None
+        if not self._closed and install():
+            self.built += 1
+            log.info("an index for a partition of %d rows", arena.size(name))
+
+    def _lost(self, error: BaseException) -> None:
+        self._child = None
+        self._not_before = time.monotonic() + RETRY_S
+        if not self._closed:
+            self.failed += 1
+            log.warning("a large partition stays without index: %s", error)
+
+    def close(self) -> None:
+        """End the child, if any, and begin no other. From any thread."""
+        self._closed = True
+        child = self._child
+        if child is not None:
+            child.kill()
