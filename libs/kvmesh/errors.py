@@ -76,6 +76,12 @@ class FailedPrecondition(KvmeshError):
     reason = "FAILED_PRECONDITION"
 
 
+class NotCached(FailedPrecondition):
+    """The request allows an answer from the cache alone, and there is none."""
+
+    reason = "NOT_CACHED"
+
+
 class DeadlineExceeded(KvmeshError):
     """A time limit ran out."""
 

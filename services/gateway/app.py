@@ -16,11 +16,12 @@ from kvmesh.rpc.service import ServiceContext
 from services.gateway import static
 from services.gateway.fairqueue import FairQueue
 from services.gateway.fleet import Fleet
+from services.gateway.generation import RequestSettings
+from services.gateway.heals import Heals
 from services.gateway.link import WorkerLink
 from services.gateway.placement import Placer
 from services.gateway.prepare import Preparer, Rules
 from services.gateway.registry import Registry
-from services.gateway.request import RequestSettings
 from services.gateway.routers import Routers
 from services.gateway.service import InferenceServicer
 from services.gateway.tokenizers import TokenizerStore
@@ -71,6 +72,7 @@ class Gateway:
             submit_timeout_s=settings.submit_timeout_s,
             max_attempts=settings.max_attempts,
         )
+        self.heals = Heals(wait_s=settings.heal_wait_s)
         rules = Rules(
             ttft_limit_s=settings.ttft_limit_s,
             total_limit_s=settings.total_limit_s,
@@ -91,6 +93,7 @@ class Gateway:
             registry=self.registry,
             placer=self.placer,
             routers=self.routers,
+            heals=self.heals,
             fleet=self.fleet,
         )
         context.server.add(
@@ -113,6 +116,7 @@ class Gateway:
 
     def _on_change(self) -> None:
         self._context.server.set_ready(self.fleet.ready, SERVICE_NAME)
+        self.heals.changed()
         if len(self.queue):
             for link in self.fleet.links():
                 self.queue.offer(link)

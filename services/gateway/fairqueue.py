@@ -3,6 +3,9 @@
 A tenant's requests stay in order. Between tenants the one with the lowest virtual start goes next; a release charges
 its cost (prompt + output tokens) to its tenant, so a tenant that asks for much gets its turn less often, and one that
 was idle neither saves up nor loses anything. A ticket that leaves unserved costs nothing.
+
+Requests that were running already (`ahead`: their worker was lost) go before all that have not begun, in the order of
+their coming, and however many wait.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ class Ticket:
     turn: asyncio.Future[WorkerLink]
     eligible: Callable[[WorkerLink], bool]
     promised: WorkerLink | None = None
+    ahead: bool = False
 
 
 @dataclass(slots=True)
@@ -47,16 +51,17 @@ class _Queue:
 
     def next(self, link: WorkerLink) -> tuple[float, _Tenant, Ticket] | None:
         """Virtual start, line and ticket that goes next on `link`; ties go to the older ticket."""
-        best: tuple[float, int] | None = None
-        found: tuple[_Tenant, Ticket] | None = None
+        best: tuple[bool, float, int] | None = None
+        found: tuple[float, _Tenant, Ticket] | None = None
         for line in self.tenants.values():
             ticket = next((ticket for ticket in line.tickets if ticket.eligible(link)), None)
             if ticket is None:
                 continue
-            key = (max(self.virtual, line.finish), ticket.number)
+            start = max(self.virtual, line.finish)
+            key = (not ticket.ahead, 0.0 if ticket.ahead else start, ticket.number)
             if best is None or key < best:
-                best, found = key, (line, ticket)
-        return None if best is None or found is None else (best[0], *found)
+                best, found = key, (start, line, ticket)
+        return found
 
 
 class FairQueue:
@@ -71,20 +76,30 @@ class FairQueue:
     def __len__(self) -> int:
         return self._waiting
 
-    def waiting(self, model: str) -> bool:
+    def waiting(self, model: str, *, ahead: bool = False) -> bool:
         """True when a newcomer for `model` has to line up."""
         queue = self._queues.get(model)
-        return queue is not None and any(t.tickets for t in queue.tenants.values())
+        if queue is None:
+            return False
+        return any(t.tickets and (t.tickets[0].ahead or not ahead) for t in queue.tenants.values())
 
     def enter(
-        self, tenant: str, model: str, *, cost: int, tokens: int, eligible: Callable[[WorkerLink], bool]
+        self,
+        tenant: str,
+        model: str,
+        *,
+        cost: int,
+        tokens: int,
+        eligible: Callable[[WorkerLink], bool],
+        ahead: bool = False,
     ) -> Ticket:
-        """Line up at the end of the tenant's line. Overloaded when too many wait."""
-        if self._waiting >= self._max_waiting:
+        """Line up at the end of the tenant's line, or of those `ahead` in it. Overloaded when too many wait."""
+        if self._waiting >= self._max_waiting and not ahead:
             raise Overloaded("all workers are full and too many requests wait", retry_after=RETRY_AFTER_S)
         turn: asyncio.Future[WorkerLink] = asyncio.get_running_loop().create_future()
-        ticket = Ticket(tenant, model, max(1, cost), tokens, next(self._numbers), turn, eligible)
-        self._line(ticket).tickets.append(ticket)
+        ticket = Ticket(tenant, model, max(1, cost), tokens, next(self._numbers), turn, eligible, ahead=ahead)
+        tickets = self._line(ticket).tickets
+        tickets.insert(sum(other.ahead for other in tickets) if ahead else len(tickets), ticket)
         self._count(1)
         return ticket
 
@@ -95,7 +110,7 @@ class FairQueue:
         ticket.turn = asyncio.get_running_loop().create_future()
         line = self._line(ticket)
         line.finish -= ticket.cost
-        line.tickets.appendleft(ticket)
+        line.tickets.insert(0 if ticket.ahead else sum(other.ahead for other in line.tickets), ticket)
         self._count(1)
 
     def settle(self, ticket: Ticket) -> None:
@@ -133,7 +148,8 @@ class FairQueue:
                 return
             line.tickets.remove(ticket)
             self._count(-1)
-            queue.virtual = start
+            if not ticket.ahead:
+                queue.virtual = start
             line.finish = start + ticket.cost
             pages -= need
             link.seats.promised += 1

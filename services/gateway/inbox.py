@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from kvmesh.errors import Internal, KvmeshError, Overloaded
+from kvmesh.errors import Internal, KvmeshError, Overloaded, Unavailable
 from kvmesh.proto.v1 import engine_pb2
 from kvmesh.rpc.status import from_frame
 
@@ -24,40 +24,64 @@ class SlowReader(Overloaded):
     reason = "SLOW_READER"
 
 
-class Inbox:
-    """Bounded queue with one consumer. All methods but `get` are plain calls from the event loop.
+class TokensMissing(Unavailable):
+    """A worker left out tokens. What came before them is right, and another worker can go on from there."""
 
-    The first failure wins and drops what was buffered: text before an error is not an answer. `on_failure` is called
-    once, at once, from within the failing call, so that a consumer stuck in a write to its client does not keep a
-    worker busy. `max_tokens` and `max_bytes` bound what is buffered and not yet taken.
+
+class Inbox:
+    """Bounded queue with one consumer. All methods are plain calls from the event loop; none waits.
+
+    The first failure wins and drops what was buffered: a request that is healed has those tokens computed again.
+    `on_failure` is called once, at once, from within the failing call, so that a consumer stuck in a write to its
+    client does not keep a worker busy. `max_tokens` and `max_bytes` bound what is buffered and not yet taken.
+
+    `positions`: choice -> output index of the first token that is to come. `wake` is set whenever `take` has something
+    to say; several inboxes of one consumer share it.
     """
 
     def __init__(
-        self, *, choices: int, max_tokens: int, max_bytes: int, on_failure: Callable[[KvmeshError], None]
+        self,
+        *,
+        positions: Mapping[int, int],
+        max_tokens: int,
+        max_bytes: int,
+        on_failure: Callable[[KvmeshError], None],
+        wake: asyncio.Event,
     ) -> None:
         self._max_tokens = max_tokens
         self._max_bytes = max_bytes
         self._on_failure = on_failure
-        self._positions = [0] * choices
+        self._positions = dict(positions)
         self._items: deque[Item] = deque()
         self._tokens = 0
         self._bytes = 0
-        self._wake = asyncio.Event()
+        self._wake = wake
         self.error: KvmeshError | None = None
         self.ended = False
 
     # --- producer
     def delta(self, delta: engine_pb2.SequenceDelta) -> None:
-        """New tokens of a choice. Positions must follow on each other: a gap would be wrong text, unseen."""
+        """New tokens of a choice. Positions must follow on each other: a gap would be wrong text, unseen.
+
+        Tokens that came before are left out.
+        """
         if self.error is not None or self.ended:
             return
-        if delta.choice >= len(self._positions):
-            self.fail(Internal(f"the worker sent choice {delta.choice} of {len(self._positions)}"))
+        expected = self._positions.get(delta.choice)
+        if expected is None:
+            self.fail(Internal(f"the worker sent choice {delta.choice}, which was not asked of it"))
             return
-        expected = self._positions[delta.choice]
-        if delta.first_position != expected:
-            self.fail(Internal(f"tokens of choice {delta.choice} start at {delta.first_position}, not at {expected}"))
+        if delta.first_position > expected:
+            missing = f"tokens of choice {delta.choice} start at {delta.first_position}, not at {expected}"
+            self.fail(TokensMissing(missing))
             return
+        if delta.first_position < expected:
+            known = expected - delta.first_position
+            del delta.token_ids[:known]
+            del delta.logprobs[:known]
+            delta.first_position = expected
+            if not delta.token_ids and not delta.finish_reason:
+                return
         count = len(delta.token_ids)
         self._positions[delta.choice] = expected + count
         self._tokens += count
@@ -102,16 +126,11 @@ class Inbox:
             self.fail(SlowReader("the client reads too slowly: its buffer is full", retry_after=1.0))
 
     # --- consumer
-    async def get(self) -> list[Item]:
-        """Everything that has come since the last call, at least one item; raises the failure of the attempt."""
-        while True:
-            if self.error is not None:
-                raise self.error
-            if self._items:
-                items = list(self._items)
-                self._items.clear()
-                self._tokens = self._bytes = 0
-                self._wake.clear()
-                return items
-            self._wake.clear()
-            await self._wake.wait()
+    def take(self) -> list[Item]:
+        """Everything that has come since the last call, maybe nothing; raises the failure of the attempt."""
+        if self.error is not None:
+            raise self.error
+        items = list(self._items)
+        self._items.clear()
+        self._tokens = self._bytes = 0
+        return items

@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvmesh.errors import Unavailable
+from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.auth import LOCAL_TENANT
 from kvmesh.rpc.limits import RequestLimits
+from kvmesh.rpc.status import row
 from services.gateway.chains import Kind, PromptNames
 from services.gateway.output import worker_sampling
 from services.gateway.routers import Replica
@@ -59,6 +60,9 @@ class Job:
     default_length: bool = False
     """True when `max_tokens` is what the context holds, not the client's wish."""
     prompt: PromptNames = field(default_factory=PromptNames)
+    cache_control: pb.CacheControl = field(default_factory=pb.CacheControl)
+    user: str = ""
+    session_id: str = ""
 
     async def retarget(self, model: str) -> None:
         """Become the same request for `model`. InvalidArgument and the like when it does not fit that one."""
@@ -70,11 +74,6 @@ class Job:
         self.model = model
 
     @property
-    def cost(self) -> int:
-        """Tokens this request may make the mesh compute, for fairness."""
-        return len(self.token_ids) + self.sampling.max_tokens * self.sampling.best_of
-
-    @property
     def unified_only(self) -> bool:
         """True when only workers of role unified can serve it."""
         return self.sampling.HasField("prompt_logprobs")
@@ -82,7 +81,7 @@ class Job:
     @property
     def may_store(self) -> bool:
         """True when the answer may be remembered for others."""
-        return self.cache != pb.CACHE_MODE_OFF
+        return self.cache != pb.CACHE_MODE_OFF and not self.cache_control.no_store
 
     def route_request(
         self,
@@ -90,9 +89,13 @@ class Job:
         *,
         cache: pb.CacheMode.ValueType,
         exclude: Sequence[str],
+        no_flight: bool = True,
+        pinned_revision: str = "",
+        model: str = "",
         kinds: Iterable[Kind] | None = None,
     ) -> router_pb2.RouteRequest:
-        """What the router is asked. `kinds`: of the prefix caches that the prompt is named for (see `chains`).
+        """What the router is asked. `pinned_revision`: of a request that has output, the only one to go on with it.
+        `kinds`: the prefix caches that the prompt is named for, None where they are not known.
 
         A drawn seed stays out: it would make every request different from all others. So does a default `max_tokens`:
         it follows from the prompt's length, and similar questions would never share an answer.
@@ -107,7 +110,7 @@ class Job:
         request = router_pb2.RouteRequest(
             request_id=self.inner_id,
             gateway_id=gateway_id,
-            model=self.model,
+            model=model or self.model,
             sampling=sampling,
             cache=cache,
             tau=self.tau,
@@ -117,39 +120,94 @@ class Job:
             ttft_ms=ttft_ms,
             total_ms=total_ms,
             exclude_workers=exclude,
+            user=self.user,
+            session_id=self.session_id,
+            cache_control=self.cache_control if self.cache_control.ByteSize() else None,
+            client_request_id=self.request_id,
+            no_flight=no_flight,
+            pinned_revision=pinned_revision,
+            pinned_tokenizer=self.fingerprint if pinned_revision else "",
         )
         self.prompt.fill(request, self.token_ids, request.cache_salt, kinds)
         return request
 
     def submit_request(
-        self, gateway_id: str, attempt: int, model: str, prefill: Sequence[engine_pb2.PrefillTarget]
+        self, gateway_id: str, attempt: int, model: str, prefill: Sequence[engine_pb2.PrefillTarget], share: Share
     ) -> engine_pb2.SubmitRequest:
-        """What a worker gets."""
+        """What a worker gets of the job for one share."""
         ttft_ms, total_ms = self.limits.remaining_ms()
+        if share.heal:
+            # The client has had its first token: only the total limit is left.
+            ttft_ms = total_ms
         return engine_pb2.SubmitRequest(
             gateway_id=gateway_id,
             request_id=self.inner_id,
             attempt=attempt,
             model=model,
-            token_ids=self.token_ids,
+            token_ids=[*self.token_ids, *share.output] if share.output else self.token_ids,
             prompt_len=len(self.token_ids),
-            sampling=worker_sampling(self.sampling),
+            sampling=worker_sampling(self.sampling, choices=share.choices, scored=share.scored),
             prefill=prefill,
             ttft_ms=max(1, ttft_ms),
             total_ms=max(1, total_ms),
             cache_salt=inner_salt(self.tenant, self.cache_salt),
+            first_choice=share.first_choice,
         )
 
 
 @dataclass(slots=True)
+class Share:
+    """What one submission runs of a job: its `choices` from `first_choice` on.
+
+    `output`: tokens of its one choice that are out already. `heal`: the client has seen output of this job, so that it
+    goes on elsewhere instead of beginning anew; `revision` is then the only one to go on with. `again`: it ran before,
+    and goes ahead of what has not begun. `scored`: the prompt's scores are out. `failures`: placements that failed
+    since there was new output.
+    """
+
+    first_choice: int
+    choices: int
+    output: Sequence[int] = ()
+    heal: bool = False
+    again: bool = False
+    scored: bool = False
+    revision: str = ""
+    failures: int = 0
+
+    @property
+    def positions(self) -> dict[int, int]:
+        """Choice -> output index of the next token."""
+        return {self.first_choice + index: len(self.output) for index in range(self.choices)}
+
+    def cost(self, job: Job) -> int:
+        """Tokens it may make the mesh compute, for fairness."""
+        return len(job.token_ids) + job.sampling.max_tokens * self.choices
+
+    def unified_only(self, job: Job) -> bool:
+        """True when only workers of role unified can serve it."""
+        return job.unified_only and not self.scored
+
+
+@dataclass(slots=True)
 class Progress:
-    """What has happened to a job so far; kept over its attempts."""
+    """What has happened to a job so far; kept over its attempts. `excluded`: worker id -> incarnation that failed it.
+
+    The report goes to the router that decided first: what it meant to remember is bound to that decision.
+    """
 
     attempt: int = 0
     submits: int = 0
-    failures: int = 0
-    excluded: set[str] = field(default_factory=set)
+    excluded: dict[str, int] = field(default_factory=dict)
     decision_id: str = ""
     decided_by: Replica | None = None
     degraded: bool = False
     queued: bool = False
+    failures: list[router_pb2.AttemptFailure] = field(default_factory=list)
+
+    def failed(self, info: engine_pb2.WorkerInfo, error: KvmeshError) -> None:
+        """A worker failed this request: it is not asked again, and breakers hear of it."""
+        self.excluded[info.worker_id] = info.incarnation
+        code = row(error).code.value[0]
+        self.failures.append(
+            router_pb2.AttemptFailure(worker_id=info.worker_id, incarnation=info.incarnation, code=code)
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.proto.v1 import engine_pb2, router_pb2
@@ -24,7 +25,7 @@ class _Choice:
 
 
 class Output:
-    """Output of one attempt. `sampling` has effective values.
+    """Output of a request, over all its attempts. `sampling` has effective values.
 
     With best_of > n nothing comes out of `feed`; `best` gives the deltas once all choices have ended.
     """
@@ -37,6 +38,28 @@ class Output:
         self.buffered = sampling.best_of > sampling.n
         self._choices = [_Choice(tokenizer.detokenizer(), StopMatcher(sampling.stop)) for _ in range(sampling.best_of)]
         self._returned = list(range(sampling.n))
+
+    def restore(
+        self,
+        choice: int,
+        token_ids: Sequence[int],
+        finish: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED,
+        stop_reason: str = "",
+    ) -> None:
+        """Take output that has been shown before: text goes on where it stopped, and nothing comes out."""
+        given = engine_pb2.SequenceDelta(choice=choice, token_ids=token_ids, finish_reason=finish)
+        if finish == pb.FINISH_REASON_STOP and token_ids and stop_reason not in self._sampling.stop:
+            given.stop_token_id = token_ids[-1]
+        self.feed(given)
+
+    def tokens(self, choice: int) -> list[int]:
+        """All tokens of a choice so far."""
+        return self._choices[choice].token_ids
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Choices that have no finish reason yet."""
+        return [index for index, choice in enumerate(self._choices) if not choice.finish]
 
     @property
     def ended(self) -> bool:
@@ -83,8 +106,6 @@ class Output:
         choice.token_ids.extend(ids[:taken])
         logprobs = list(given.logprobs[:taken])
         choice.logprob_sum += sum(entry.logprob for entry in logprobs)
-        if not logprobs and given.HasField("cumulative_logprob"):
-            choice.logprob_sum = given.cumulative_logprob
         text = "".join(pieces)
         choice.text.append(text)
         shown_logprobs = [self.name_tokens(entry) for entry in logprobs] if self._shown_logprobs else []
@@ -173,12 +194,20 @@ class Output:
         )
 
 
-def worker_sampling(sampling: pb.SamplingParams) -> pb.SamplingParams:
-    """What the worker gets: no stop strings, and log-probabilities where best_of must weigh choices cut by a stop."""
+def worker_sampling(sampling: pb.SamplingParams, *, choices: int = 0, scored: bool = False) -> pb.SamplingParams:
+    """What the worker gets: no stop strings, and log-probabilities where best_of must weigh choices.
+
+    Those are weighed here, over all attempts: a worker knows neither of stop strings nor of what ran elsewhere.
+    `choices`: of them all, so many run there (0 = all). `scored`: the prompt's scores are here already.
+    """
     out = pb.SamplingParams()
     out.CopyFrom(sampling)
-    if sampling.stop and sampling.best_of > sampling.n and not sampling.HasField("logprobs"):
+    if sampling.best_of > sampling.n and not sampling.HasField("logprobs"):
         out.logprobs = 0
+    if choices and choices != sampling.best_of:
+        out.n = out.best_of = choices
+    if scored:
+        out.ClearField("prompt_logprobs")
     del out.stop[:]
     return out
 

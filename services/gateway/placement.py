@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from kvmesh.errors import (
@@ -16,6 +17,7 @@ from kvmesh.errors import (
     FailedPrecondition,
     Internal,
     KvmeshError,
+    NotCached,
     NotFound,
     Overloaded,
     PermissionDenied,
@@ -30,7 +32,7 @@ from services.gateway.demux import Key
 from services.gateway.fairqueue import FairQueue, Ticket
 from services.gateway.fleet import Fleet
 from services.gateway.inbox import Inbox
-from services.gateway.job import Job, Progress
+from services.gateway.job import Job, Progress, Share
 from services.gateway.link import WorkerLink
 from services.gateway.routers import NoRouter, Routers
 
@@ -45,6 +47,10 @@ _ELSEWHERE = (FailedPrecondition, DeadlineExceeded, NotFound, Internal, Cancelle
 PREFILL_TARGETS = 3
 
 
+class NoWorker(Unavailable):
+    """Nobody can serve it now; that may change with the next worker that comes."""
+
+
 @dataclass(slots=True)
 class Placed:
     """An accepted attempt."""
@@ -55,6 +61,7 @@ class Placed:
     model: str
     revision: str
     cached_tokens: int
+    share: Share
 
 
 @dataclass(slots=True)
@@ -67,12 +74,23 @@ class Candidate:
 
 @dataclass(slots=True)
 class Decision:
-    """A cached answer, or candidates in order."""
+    """A cached answer, a flight to follow, or candidates in order; with these maybe a flight to lead.
+
+    `cache`: what the cache did, as in RouteResponse. `shadow_id`: of a semantic answer that is to be checked.
+    """
 
     model: str
     revision: str = ""
     answer: router_pb2.CachedAnswer | None = None
+    follow: router_pb2.Flight | None = None
+    lead: router_pb2.Flight | None = None
     candidates: list[Candidate] = field(default_factory=list)
+    cache: str = "bypass"
+    shadow_id: str = ""
+
+
+MakeInbox = Callable[[], Inbox]
+Pace = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class Placer:
@@ -95,36 +113,62 @@ class Placer:
         self._max_attempts = max_attempts
         self._rng = rng or random.Random()
 
-    async def place(
-        self, job: Job, progress: Progress, make_inbox: Callable[[], Inbox]
-    ) -> Placed | router_pb2.CachedAnswer:
-        """Place a job, waiting in line where all workers are full. The caller bounds the time by cancelling.
+    async def decide(self, job: Job, progress: Progress, *, flights: bool = False) -> Decision:
+        """What is to become of a request: an answer, a flight (only with `flights`) or candidates for `place`.
 
-        Raises Unavailable when nobody can serve it, Overloaded when the line is full, and what a worker refuses it for.
+        Raises Unavailable when nobody can serve it, NotCached when only the cache may and cannot.
+        """
+        whole = Share(0, job.sampling.best_of)
+        # The report goes to this decision, whatever is asked later: what may be remembered is bound to it.
+        progress.decision_id, progress.decided_by = "", None
+        decision = await self._decide(job, progress, whole, cache=job.cache, flights=flights, first=True)
+        if job.cache_control.only_if_cached and decision.answer is None and decision.follow is None:
+            raise NotCached("this answer is not in the cache, and the request allows nothing else")
+        return decision
+
+    async def place(
+        self,
+        job: Job,
+        progress: Progress,
+        share: Share,
+        make_inbox: MakeInbox,
+        *,
+        decision: Decision | None = None,
+        pace: Pace = nullcontext,
+    ) -> Placed:
+        """Place a share of a job, waiting in line where all workers are full. The caller bounds the time by cancelling.
+
+        `decision`: one that was just made; without it, and after each turn in the line, workers alone are asked for.
+        `pace` is entered for each look-up with its submits, not while waiting in line.
+
+        Raises NoWorker when nobody can serve it, Overloaded when the line is full, and what a worker refuses it for.
         """
         ticket: Ticket | None = None
         try:
             while True:
-                decision = await self._decide(job, progress)
-                if decision.answer is not None:
-                    return decision.answer
-                lined_up = ticket is None and self._queue.waiting(decision.model)
-                if not lined_up:
-                    found = await self._try(job, progress, decision, make_inbox, ticket)
-                    if found is not None:
-                        progress.queued = False
-                        return found
+                async with pace():
+                    if decision is None:
+                        decision = await self._decide(job, progress, share, cache=pb.CACHE_MODE_OFF, flights=False)
+                    model = decision.model
+                    lined_up = ticket is None and self._queue.waiting(model, ahead=share.again)
+                    if not lined_up:
+                        found = await self._try(job, progress, share, decision, make_inbox, ticket)
+                        if found is not None:
+                            progress.queued = False
+                            return found
+                    decision = None
                 # All are full, or others were first.
                 if ticket is None:
                     ticket = self._queue.enter(
                         job.tenant,
-                        decision.model,
-                        cost=job.cost,
-                        tokens=len(job.token_ids),
-                        eligible=lambda link: self._eligible(link, job, progress),
+                        model,
+                        cost=share.cost(job),
+                        tokens=len(job.token_ids) + len(share.output),
+                        eligible=lambda link: self._eligible(link, job, progress, share),
+                        ahead=share.again,
                     )
                     if lined_up:
-                        self._offer_all(decision.model)
+                        self._offer_all(model)
                 else:
                     self._queue.reenter(ticket)
                 # Stays so while a turn is tried: a request that runs out of time then has found no room either.
@@ -139,28 +183,41 @@ class Placer:
             self._queue.offer(link)
 
     # --- deciding
-    async def _decide(self, job: Job, progress: Progress) -> Decision:
+    async def _decide(
+        self,
+        job: Job,
+        progress: Progress,
+        share: Share,
+        *,
+        cache: pb.CacheMode.ValueType,
+        flights: bool,
+        first: bool = False,
+    ) -> Decision:
         """The router's decision, or our own where it has none to give."""
         with tracing.span(names.SPAN_GATEWAY_PLACE) as span:
-            decision = await self._route(job, progress)
+            decision = await self._route(job, progress, share, cache, flights, first)
             if decision is None:
-                decision = self._choose(job, progress)
+                decision = self._choose(job, progress, share)
                 if not progress.degraded:
                     progress.degraded = True
                     metrics.counter(names.GATEWAY_DEGRADED).inc()
-            kind = "answer" if decision.answer is not None else "placement"
+            kind = "answer" if decision.answer is not None else "follow" if decision.follow is not None else "placement"
             span.set_attribute(names.ATTR_DECISION, "degraded" if progress.degraded else kind)
             return decision
 
-    async def _route(self, job: Job, progress: Progress) -> Decision | None:
-        cache = job.cache
-        # Each turn asks for less: another model's name once, then no cache. The bound is for a router that contradicts
-        # itself.
+    async def _route(
+        self, job: Job, progress: Progress, share: Share, cache: pb.CacheMode.ValueType, flights: bool, first: bool
+    ) -> Decision | None:
+        # Each turn asks for less: another model's name once, then no flight, then no cache. The bound is for a router
+        # that contradicts itself.
         for _ in range(MAX_ROUTES if len(self._routers) else 0):
             request = job.route_request(
                 self._fleet.gateway_id,
                 cache=cache,
-                exclude=sorted(progress.excluded),
+                exclude=sorted(self._excluded(progress)),
+                no_flight=not flights,
+                pinned_revision=share.revision,
+                model=job.model if first else job.served,
                 kinds=self._fleet.kinds(job.served),
             )
             try:
@@ -169,67 +226,102 @@ class Placer:
                 return None
             except (NotFound, Unavailable) as error:
                 # A router that has just started may know less than the frames that are open here.
-                if self._usable(job, progress):
+                if self._usable(job, progress, share):
                     log.info("the router names no worker for %s (%s), but one is connected", job.model, error.message)
                     return None
+                if share.heal:
+                    raise NoWorker(error.message) from error
                 raise
-            progress.decision_id, progress.decided_by = response.decision_id, decided_by
-            if response.model and response.model != job.served and progress.attempt == 0:
+            if first or not progress.decision_id:
+                progress.decision_id, progress.decided_by = response.decision_id, decided_by
+            if response.model and response.model != job.served and first:
                 # The alias stands for another model than we tokenized for: ask again, by that name.
                 await job.retarget(response.model)
                 continue
             kind = response.WhichOneof("decision")
-            if kind == "answer" and len(response.answer.choices) == job.sampling.n:
-                model = response.model or job.served
-                return Decision(model, response.answer.revision, answer=response.answer)
+            model = response.model or job.served
+            if kind == "answer" and cache != pb.CACHE_MODE_OFF and len(response.answer.choices) == job.sampling.n:
+                answer = response.answer
+                return Decision(
+                    model,
+                    answer.revision,
+                    answer=answer,
+                    cache=response.cache or answer.kind,
+                    shadow_id=response.shadow_id,
+                )
+            if kind == "follow" and flights:
+                return Decision(model, follow=response.follow, cache=response.cache or "follow")
             if kind == "placement":
-                return await self._placement(job, progress, response)
-            # A running twin to follow, or an answer that does not fit: ask again for workers alone.
-            cache = pb.CACHE_MODE_OFF
+                return await self._placement(job, progress, share, response, flights)
+            # An answer that does not fit, or a flight that was not asked for: ask again for workers alone.
+            cache, flights = pb.CACHE_MODE_OFF, False
         if len(self._routers):
             log.error("the router gives no usable decision for request %s", job.inner_id)
         return None
 
-    async def _placement(self, job: Job, progress: Progress, response: router_pb2.RouteResponse) -> Decision | None:
+    async def _placement(
+        self, job: Job, progress: Progress, share: Share, response: router_pb2.RouteResponse, flights: bool
+    ) -> Decision | None:
         placement = response.placement
-        model = response.model or job.served
         pairs = [placement.pair, *placement.alternates]
         links = [(self._fleet.link(pair.decode), pair) for pair in pairs if pair.HasField("decode")]
         waited = False
         candidates = []
         for link, pair in links:
-            if link is None or not self._eligible(link, job, progress):
+            if link is None or not self._eligible(link, job, progress, share):
                 continue
             if not link.open and not waited:
                 waited = True
-                await link.wait_open(min(NEW_LINK_WAIT_S, job.limits.ttft.remaining()))
+                limit = job.limits.current(first_token_seen=share.heal)
+                await link.wait_open(min(NEW_LINK_WAIT_S, limit.remaining()))
             if link.open:
                 candidates.append(Candidate(link, pair.prefill))
         if not candidates:
             return None
-        return Decision(model, placement.revision, candidates=candidates)
+        return Decision(
+            response.model or job.served,
+            placement.revision,
+            candidates=candidates,
+            lead=response.lead if flights and response.HasField("lead") else None,
+            cache=response.cache or ("bypass" if job.cache == pb.CACHE_MODE_OFF else "miss"),
+        )
 
-    def _fits(self, link: WorkerLink, job: Job) -> bool:
+    def _excluded(self, progress: Progress) -> list[str]:
+        """Workers not to be asked again. One that was started anew since it failed may be."""
+        now = {member.info.worker_id: member.info.incarnation for member in self._fleet.members()}
+        return [
+            worker_id
+            for worker_id, incarnation in progress.excluded.items()
+            if now.get(worker_id, incarnation) == incarnation
+        ]
+
+    def _fits(self, link: WorkerLink, job: Job, share: Share) -> bool:
         info = link.info
         return (
             info.model == job.served
             and info.tokenizer_fingerprint in ("", job.fingerprint)
-            and (not job.unified_only or info.role == engine_pb2.WORKER_ROLE_UNIFIED)
+            and share.revision in ("", info.revision)
+            and (not share.unified_only(job) or info.role == engine_pb2.WORKER_ROLE_UNIFIED)
         )
 
-    def _usable(self, job: Job, progress: Progress) -> list[WorkerLink]:
-        return [link for link in self._fleet.links(job.served) if self._eligible(link, job, progress)]
+    def serves(self, job: Job, progress: Progress, share: Share) -> bool:
+        """Whether any worker could be asked now."""
+        return bool(self._usable(job, progress, share))
 
-    def _eligible(self, link: WorkerLink, job: Job, progress: Progress) -> bool:
-        return link.info.worker_id not in progress.excluded and self._fits(link, job)
+    def _usable(self, job: Job, progress: Progress, share: Share) -> list[WorkerLink]:
+        return [link for link in self._fleet.links(job.served) if self._eligible(link, job, progress, share)]
 
-    def _choose(self, job: Job, progress: Progress) -> Decision:
+    def _eligible(self, link: WorkerLink, job: Job, progress: Progress, share: Share) -> bool:
+        failed = progress.excluded.get(link.info.worker_id)
+        return failed != link.info.incarnation and self._fits(link, job, share)
+
+    def _choose(self, job: Job, progress: Progress, share: Share) -> Decision:
         """Power of two choices from the last worker list; the rest follow as alternates, least loaded first."""
-        usable = self._usable(job, progress)
+        usable = self._usable(job, progress, share)
         if not usable:
-            if job.unified_only and self._fleet.links(job.served):
+            if share.unified_only(job) and not share.heal and self._fleet.links(job.served):
                 raise FailedPrecondition("prompt_logprobs needs a worker of role unified, and none serves this model")
-            raise Unavailable(f"no worker can serve model {job.served!r} now")
+            raise NoWorker(f"no worker can serve model {job.served!r} now")
         pick = min(self._rng.sample(usable, min(2, len(usable))), key=_relative_load)
         # Alternates stay within one model, revision and tokenizer.
         rest = sorted(
@@ -272,8 +364,9 @@ class Placer:
         self,
         job: Job,
         progress: Progress,
+        share: Share,
         decision: Decision,
-        make_inbox: Callable[[], Inbox],
+        make_inbox: MakeInbox,
         ticket: Ticket | None,
     ) -> Placed | None:
         """Submit to the candidates in order; None when all that could serve are full."""
@@ -286,7 +379,7 @@ class Placer:
         last: KvmeshError | None = None
         for candidate in candidates:
             try:
-                return await self._submit(job, progress, decision, candidate, make_inbox())
+                return await self._submit(job, progress, share, decision, candidate, make_inbox())
             except Overloaded:
                 full = True
             except KvmeshError as error:
@@ -294,28 +387,33 @@ class Placer:
                     raise
                 log.warning("worker %s did not take %s: %s", candidate.link.info.worker_id, job.inner_id, error.message)
                 last = _for_client(error)
-                progress.excluded.add(candidate.link.info.worker_id)
-                progress.failures += 1
-                if progress.failures >= self._max_attempts:
+                progress.failed(candidate.link.info, error)
+                share.failures += 1
+                if share.failures >= self._max_attempts:
                     raise last from error
             finally:
                 if ticket is not None:
                     self._queue.settle(ticket)
         if full:
             return None
-        raise last if last is not None else Unavailable(f"no worker can serve model {job.served!r} now")
+        raise last if last is not None else NoWorker(f"no worker can serve model {job.served!r} now")
 
     async def _submit(
-        self, job: Job, progress: Progress, decision: Decision, candidate: Candidate, inbox: Inbox
+        self, job: Job, progress: Progress, share: Share, decision: Decision, candidate: Candidate, inbox: Inbox
     ) -> Placed:
         attempt = progress.attempt
         progress.attempt += 1
         progress.submits += 1
         link = candidate.link
-        attributes: tracing.Attributes = {names.ATTR_WORKER: link.info.worker_id, names.ATTR_ATTEMPT: attempt}
+        attributes: tracing.Attributes = {
+            names.ATTR_WORKER: link.info.worker_id,
+            names.ATTR_ATTEMPT: attempt,
+            names.ATTR_REPLAYED_TOKENS: len(share.output),
+        }
         with tracing.span(names.SPAN_GATEWAY_ATTEMPT, attributes=attributes):
-            request = job.submit_request(self._fleet.gateway_id, attempt, decision.model, candidate.prefill)
-            timeout_s = min(self._submit_timeout_s, job.limits.current(first_token_seen=False).remaining())
+            request = job.submit_request(self._fleet.gateway_id, attempt, decision.model, candidate.prefill, share)
+            limit = job.limits.current(first_token_seen=share.heal)
+            timeout_s = min(self._submit_timeout_s, limit.remaining())
             response = await link.submit(request, inbox, tenant=job.tenant, timeout_s=timeout_s)
         return Placed(
             link=link,
@@ -324,6 +422,7 @@ class Placer:
             model=decision.model,
             revision=decision.revision or link.info.revision,
             cached_tokens=response.cached_tokens,
+            share=share,
         )
 
 

@@ -1,56 +1,76 @@
-"""The life of one request, from a checked job to its terminal event.
+"""One client's request: what its handler does from a checked job to the terminal event.
 
-The handler's own coroutine does everything in order and is never interrupted inside a write to the client. What may
-end a request from elsewhere (a limit, Abort, a full buffer, a lost worker) goes through `stop` or the inbox: it frees
-the worker at once, and the handler meets the error at its next step. Only the client's leaving cancels the handler.
+The answer comes from the cache, from a flight, or from a generation of its own; this is where a client's limits, its
+leaving and its terminal event are. The handler's own coroutine does everything in order and is never interrupted
+inside a write to the client. Only the client's leaving cancels the handler.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
-from kvmesh.errors import Cancelled, DeadlineExceeded, Internal, KvmeshError, Overloaded, Unavailable
-from kvmesh.proto.v1 import engine_pb2, router_pb2
+from kvmesh.errors import Cancelled, Internal, KvmeshError
 from kvmesh.proto.v1 import inference_pb2 as pb
-from kvmesh.rpc.status import is_retryable, row
-from kvmesh.telemetry import metrics, names
-from services.gateway import events
-from services.gateway.inbox import Inbox, Item, SlowReader
+from kvmesh.proto.v1 import router_pb2
+from services.gateway import events, replay
+from services.gateway.generation import End, Generation, RequestSettings, Sink, SinkClosed, Timers, out_of_time
+from services.gateway.heals import Heals
 from services.gateway.job import Job, Progress
 from services.gateway.observe import Observer
-from services.gateway.output import Output
-from services.gateway.placement import Placed, Placer
+from services.gateway.placement import Decision, Placer
 from services.gateway.routers import Routers
 
 log = logging.getLogger(__name__)
 
-# All choices were cut by stop strings: the worker's own end brings its figures, but the client should not wait for it.
-END_WAIT_S = 1.0
 # A client that does not even take the error of a request that was ended is cut off after this.
 STALL_GRACE_S = 5.0
 
+_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
-class ClientGone(Exception):
+
+class ClientGone(SinkClosed):
     """A write failed: there is nobody left to tell anything."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSettings:
-    """Sizes and times of every request."""
+class Runnable(Protocol):
+    """What a request waits for: a generation of its own, or a flight that it follows."""
 
-    first_metadata_s: float = 10.0
-    buffer_tokens: int = 8192
-    buffer_bytes: int = 4 << 20
-    max_attempts: int = 3
+    def stop(self, error: KvmeshError) -> None:
+        """End it with `error`; the first call counts."""
+
+    async def run(self) -> End | None:
+        """To its end; None = it cannot be had, and nothing was written: ask again without flights."""
+
+    @property
+    def usage(self) -> pb.Usage:
+        """Tokens so far."""
+
+
+class Flights(Protocol):
+    """Generations that several requests share."""
+
+    def lead(self, request: Request, job: Job, progress: Progress, decision: Decision) -> Runnable:
+        """The view of a flight that begins with this request; `decision.lead` names it."""
+
+    def follow(self, request: Request, job: Job, progress: Progress, decision: Decision) -> Runnable:
+        """The view of a flight that runs; `decision.follow` names it."""
+
+
+class Shadows(Protocol):
+    """Asks again for answers that came from the semantic cache."""
+
+    def ask(self, job: Job, shadow_id: str, tenant: str) -> None:
+        """In the background; returns at once."""
 
 
 class Request:
-    """One request of a client. `send` writes an event; `send_metadata` tells the client that it is being waited for.
+    """One request of a client. `send` writes an event; `send_metadata` tells the client that it is being waited for;
+    `set_trailing` sets the metadata that ends the call.
 
-    To be made in the handler's own task.
+    To be made in the handler's own task. It is the sink of whatever serves it.
     """
 
     def __init__(
@@ -59,29 +79,34 @@ class Request:
         *,
         placer: Placer,
         routers: Routers,
+        heals: Heals,
         send: Callable[[pb.GenerateEvent], Awaitable[None]],
         send_metadata: Callable[[], Awaitable[None]],
+        set_trailing: Callable[[Sequence[tuple[str, str]]], None] = lambda pairs: None,
+        flights: Flights | None = None,
+        shadows: Shadows | None = None,
     ) -> None:
-        self._settings = settings
-        self._placer = placer
-        self._routers = routers
+        self.settings = settings
+        self.placer = placer
+        self.routers = routers
+        self.heals = heals
         self._send = send
         self._send_metadata = send_metadata
+        self._set_trailing = set_trailing
+        self._flights = flights
+        self._shadows = shadows
         self._loop = asyncio.get_running_loop()
         self._handler = asyncio.current_task()
         self.started = self._loop.time()
         self._accepted_at: float | None = None
-        self._timers: list[asyncio.TimerHandle] = []
-        self._placing: asyncio.Task[Placed | router_pb2.CachedAnswer] | None = None
-        self._placed: Placed | None = None
-        self._progress = Progress()
-        self._lost: KvmeshError | None = None
         self._first_token = False
-        self._shown = False
-        self._output: Output | None = None
-        self._worker_end = engine_pb2.WorkerFinished()
+        self._grace: asyncio.TimerHandle | None = None
+        self._timers: Timers | None = None
+        self._deciding: asyncio.Task[Decision] | None = None
+        self._running: Runnable | None = None
+        self._progress = Progress()
+        self._observer: Observer | None = None
         self._usage = pb.Usage()
-        self._served = pb.Served()
         self.error: KvmeshError | None = None
 
     # --- ending from elsewhere
@@ -90,312 +115,225 @@ class Request:
         if self.error is not None:
             return
         self.error = error
-        if self._placing is not None:
-            self._placing.cancel()
-        if self._placed is not None:
-            self._placed.inbox.fail(error)
+        if self._deciding is not None:
+            self._deciding.cancel()
+        if self._running is not None:
+            self._running.stop(error)
         self._cut_off_later()
 
     def _cut_off_later(self) -> None:
         """The handler may be stuck in a write; it gets a grace to tell the client, then it is ended."""
-        if self._handler is not None:
-            self._timers.append(self._loop.call_later(STALL_GRACE_S, self._handler.cancel))
+        if self._handler is not None and self._grace is None:
+            self._grace = self._loop.call_later(STALL_GRACE_S, self._handler.cancel)
 
     def close(self) -> None:
         """Free everything; idempotent, for the handler's `finally`."""
-        for timer in self._timers:
-            timer.cancel()
-        self._release()
-
-    def _attempt_failed(self, error: KvmeshError) -> None:
-        """From the inbox, whatever the handler is doing: the worker must not go on for nothing."""
-        if isinstance(error, SlowReader):
-            metrics.counter(names.GATEWAY_SLOW_READERS).inc()
-            self.stop(error)
-        self._release()
-
-    def _release(self) -> None:
-        """Let go of the present attempt; the worker is told unless it has ended it itself. Idempotent."""
-        placed, self._placed = self._placed, None
-        if placed is not None:
-            placed.link.release(placed.key, abort=True)
+        if self._grace is not None:
+            self._grace.cancel()
+        if self._timers is not None:
+            self._timers.cancel()
 
     def _expire(self, limit: str) -> None:
-        if limit != "total" and self._first_token:
-            return
-        if self._progress.queued:
-            self.stop(Overloaded(f"no worker had room within the limit ({limit})", retry_after=1.0))
-        else:
-            self.stop(DeadlineExceeded(f"the limit ({limit}) ran out", details={"limit": limit}))
+        if limit == "total" or not self._first_token:
+            self.stop(out_of_time(limit, queued=self._progress.queued))
+
+    # --- the client as a sink
+    async def waiting(self) -> None:
+        """See Sink."""
+        if self._accepted_at is None:
+            await self._send_metadata()
+
+    async def accepted(self, event: pb.Accepted) -> None:
+        """See Sink."""
+        self._accepted_at = self._loop.time()
+        await self._send(pb.GenerateEvent(accepted=event))
+
+    async def prompt(self, event: pb.PromptScored) -> None:
+        """See Sink."""
+        await self._send(pb.GenerateEvent(prompt=event))
+
+    async def delta(self, event: pb.Delta) -> None:
+        """See Sink."""
+        self._first_token = self._first_token or bool(event.token_ids)
+        await self._send(events.delta(event))
+        if self._observer is not None:
+            self._observer.tokens(event.choice, len(event.token_ids), self._loop.time())
 
     # --- the life
     async def run(self, job: Job, observer: Observer) -> None:
         """Serve the job to its end. Raises KvmeshError only before acceptance; later errors are terminal events."""
-        code = 0
-        answer: router_pb2.CachedAnswer | None = None
-        ttft, total = job.limits.ttft.remaining(), job.limits.total.remaining()
-        self._timers.append(self._loop.call_later(total, self._expire, "total"))
-        if ttft < total:
-            self._timers.append(self._loop.call_later(ttft, self._expire, "time to first token"))
+        self._observer = observer
+        self._usage = pb.Usage(prompt_tokens=len(job.token_ids))
+        self._timers = Timers(job.limits, self._expire)
         try:
             try:
-                answer = await self._serve(job, observer)
+                end = await self._serve(job)
+                if self.error is not None:
+                    raise self.error
+                await self._finish(end)
+                observer.finished(end.usage, end.finish_reasons)
             except KvmeshError as error:
                 raise self.error or error from None
             except (asyncio.CancelledError, ClientGone):
-                code = row(self.error or Cancelled).code.value[0]
-                self._note_failure(job, observer, self.error or Cancelled("the client left"))
+                observer.failed(self._tokens(), self.error or Cancelled("the client left"))
                 raise
             except Exception as exc:
                 log.exception("request %s failed", job.inner_id)
                 raise Internal(f"internal error ({type(exc).__name__})") from exc
         except KvmeshError as error:
-            code = row(error).code.value[0]
-            await self._fail(job, observer, error)
+            await self._fail(error)
         finally:
             self.close()
             observer.ended(self._loop.time())
-            self._report(job, observer, code, answer)
 
-    async def _serve(self, job: Job, observer: Observer) -> router_pb2.CachedAnswer | None:
-        """Attempts until one ends well; returns the answer to remember."""
+    async def _serve(self, job: Job) -> End:
+        """An answer from wherever it is to be had."""
+        flights = self._flights
         while True:
-            placed = await self._place(job)
-            if isinstance(placed, router_pb2.CachedAnswer):
-                await self._serve_cached(job, placed, observer)
-                return None
-            self._placed = placed
-            if placed.inbox.error is not None:
-                # It failed between the worker's acceptance and here.
-                self._release()
-            if self._accepted_at is None:
-                await self._accept(job, placed.model, placed.revision)
-            try:
-                return await self._stream(job, placed, observer)
-            except KvmeshError as error:
-                self._release()
-                if not self._again(error, placed):
-                    raise
-                log.warning("request %s is placed again: %s", job.inner_id, error.message)
+            decision = await self._decide(job, flights=flights is not None)
+            if decision.answer is not None:
+                return await self._replay(job, decision, decision.answer)
+            if flights is not None and decision.follow is not None:
+                running = flights.follow(self, job, self._progress, decision)
+            elif flights is not None and decision.lead is not None:
+                running = flights.lead(self, job, self._progress, decision)
+            else:
+                assert self._timers is not None
+                self._timers.cancel()  # A generation has its own.
+                running = self.generation(job, self._progress, decision, self, on_stop=self.stop)
+            end = await self._run(running)
+            if end is not None:
+                return end
+            flights = None
 
-    def _again(self, error: KvmeshError, placed: Placed) -> bool:
-        """Whether a failed attempt is followed by another: only while the client has seen no output."""
-        if self.error is not None or self._shown or not is_retryable(error):
-            return False
-        self._progress.failures += 1
-        if self._progress.failures >= self._settings.max_attempts:
-            return False
-        if not isinstance(error, Overloaded):
-            self._progress.excluded.add(placed.link.info.worker_id)
-        self._lost = error
-        self._first_token = False
-        return True
+    def generation(
+        self,
+        job: Job,
+        progress: Progress,
+        decision: Decision | None,
+        sink: Sink,
+        *,
+        on_stop: Callable[[KvmeshError], None] | None = None,
+    ) -> Generation:
+        """A generation of the job into `sink`."""
+        return Generation(
+            job,
+            self.settings,
+            sink,
+            placer=self.placer,
+            routers=self.routers,
+            heals=self.heals,
+            progress=progress,
+            decision=decision,
+            started=self.started,
+            on_stop=on_stop,
+        )
 
-    async def _place(self, job: Job) -> Placed | router_pb2.CachedAnswer:
-        """Place the job, cancellable by `stop`. After a lost attempt, failing to find another reports that loss."""
+    async def _run(self, running: Runnable) -> End | None:
         if self.error is not None:
             raise self.error
-        healing = self._lost is not None
-        task = asyncio.create_task(self._placer.place(job, self._progress, lambda: self._inbox(job)), name="place")
-        self._placing = task
-        placed: Placed | router_pb2.CachedAnswer | None = None
+        self._running = running
+        return await running.run()
+
+    async def _decide(self, job: Job, *, flights: bool) -> Decision:
+        """The decision, cancellable by `stop`."""
+        if self.error is not None:
+            raise self.error
+        task = asyncio.create_task(self.placer.decide(job, self._progress, flights=flights), name="decide")
+        self._deciding = task
         try:
-            await asyncio.wait([task], timeout=self._settings.first_metadata_s)
-            if not task.done() and self._accepted_at is None:
-                await self._send_metadata()
-            placed = await task
-        except BaseException as exc:
-            if healing:
-                metrics.counter(names.GATEWAY_HEALS).labels("failed").inc()
+            return await task
+        except asyncio.CancelledError:
             handler = asyncio.current_task()
-            if isinstance(exc, asyncio.CancelledError) and self.error is not None and not handler.cancelling():
+            if self.error is not None and (handler is None or not handler.cancelling()):
                 raise self.error from None
-            if isinstance(exc, Unavailable) and self._lost is not None:
-                raise self._lost from exc
             raise
         finally:
-            self._placing = None
-            if placed is None:
-                _abandon(task)
-        if healing:
-            metrics.counter(names.GATEWAY_HEALS).labels("ok").inc()
-        if self.error is not None:
-            # Accepted in the very moment the request was stopped.
-            if isinstance(placed, Placed):
-                placed.link.release(placed.key, abort=True)
-            raise self.error
-        return placed
+            self._deciding = None
+            task.cancel()
 
-    def _inbox(self, job: Job) -> Inbox:
-        return Inbox(
-            choices=job.sampling.best_of,
-            max_tokens=self._settings.buffer_tokens,
-            max_bytes=self._settings.buffer_bytes,
-            on_failure=self._attempt_failed,
-        )
-
-    async def _accept(self, job: Job, model: str, revision: str) -> None:
-        self._accepted_at = self._loop.time()
-        seed, prompt_tokens = job.sampling.seed, len(job.token_ids)
-        await self._send(events.accepted(job.request_id, model, revision, seed, prompt_tokens))
-
-    # --- streaming
-    async def _stream(self, job: Job, placed: Placed, observer: Observer) -> router_pb2.CachedAnswer | None:
-        output = self._output = Output(job.sampling, job.tokenizer)
-        ended = False
-        while not ended:
-            items = await (self._last_items(placed) if output.ended else placed.inbox.get())
-            if items is None:
-                break
-            # A handler that falls behind finds several frames at once and sends them as one: its cost is bounded.
-            pending: dict[int, pb.Delta] = {}
-            for item in items:
-                if isinstance(item, engine_pb2.SequenceDelta):
-                    self._feed(placed, output, item, pending)
-                elif isinstance(item, engine_pb2.PromptLogprobs):
-                    self._shown = True
-                    await self._send(events.prompt([output.name_tokens(entry) for entry in item.logprobs]))
-                else:
-                    self._worker_end, ended = item, True
-            for delta in pending.values():
-                await self._deliver(delta, observer)
-        if not output.ended:
-            raise Internal("the worker ended the request before its choices")
-        if output.buffered:
-            for delta in output.best():
-                await self._deliver(delta, observer)
-        self._release()
-        await self._finish(job, placed, output, observer)
-        return output.answer(placed.revision, len(job.token_ids)) if job.may_store else None
-
-    async def _last_items(self, placed: Placed) -> list[Item] | None:
-        """What follows after all choices were cut by stop strings here; None when the worker does not say in time.
-
-        The answer is whole by then, so losing the worker now loses its figures only.
-        """
-        try:
-            async with asyncio.timeout(END_WAIT_S):
-                return list(await placed.inbox.get())
-        except TimeoutError:
-            return None
-        except KvmeshError:
-            if self.error is not None:
-                raise
-            return None
-
-    def _feed(
-        self, placed: Placed, output: Output, given: engine_pb2.SequenceDelta, pending: dict[int, pb.Delta]
-    ) -> None:
-        """Turn a worker's delta into the client's, joined to what is pending for the same choice."""
-        self._first_token = self._first_token or bool(given.token_ids)
-        delta, stopped = output.feed(given)
-        if stopped and self._placed is placed:
-            placed.link.abort(placed.key, [given.choice])
-        if delta is None:
-            return
-        before = pending.setdefault(delta.choice, delta)
-        if before is not delta:
-            text = before.text + delta.text
-            before.MergeFrom(delta)  # Concatenates lists; a set finish reason wins.
-            before.text = text
-
-    async def _deliver(self, delta: pb.Delta, observer: Observer) -> None:
-        self._shown = True
-        await self._send(events.delta(delta))
-        observer.tokens(delta.choice, len(delta.token_ids), self._loop.time())
-
-    async def _serve_cached(self, job: Job, answer: router_pb2.CachedAnswer, observer: Observer) -> None:
+    async def _replay(self, job: Job, decision: Decision, answer: router_pb2.CachedAnswer) -> End:
         """Stream a remembered answer like a fresh one."""
-        self._first_token = True
-        if self._accepted_at is None:
-            await self._accept(job, job.served, answer.revision)
-        for index, choice in enumerate(answer.choices):
-            reason = choice.finish_reason
-            delta = pb.Delta(choice=index, text=choice.text, token_ids=choice.token_ids, finish_reason=reason)
-            await self._deliver(delta, observer)
+        await self.accepted(
+            pb.Accepted(
+                request_id=job.request_id,
+                model=decision.model,
+                revision=answer.revision,
+                seed=job.sampling.seed,
+                prompt_tokens=len(job.token_ids),
+            )
+        )
+        for delta in replay.deltas(answer):
+            if self.error is not None:
+                raise self.error
+            await self.delta(delta)
+        served = pb.Served(
+            cache=decision.cache,
+            cache_age_s=answer.age_s,
+            cache_similarity=answer.score,
+            cache_purge_id=answer.purge_id,
+        )
         tokens = sum(len(choice.token_ids) for choice in answer.choices)
-        self._usage = pb.Usage(prompt_tokens=len(job.token_ids), completion_tokens=tokens)
-        self._served = self._how(observer)
-        self._served.cache = answer.kind
-        await self._end_well(observer, ["stop"] * len(answer.choices))
+        end = End(
+            pb.Usage(prompt_tokens=len(job.token_ids), completion_tokens=tokens),
+            served,
+            [_REASONS.get(choice.finish_reason, "stop") for choice in answer.choices],
+        )
+        self._report(job, end)
+        if decision.shadow_id and self._shadows is not None:
+            self._shadows.ask(job, decision.shadow_id, job.tenant)
+        return end
+
+    def _report(self, job: Job, end: End) -> None:
+        progress = self._progress
+        if progress.decision_id and progress.decided_by is not None:
+            ttft_ms = self._ttft_ms()
+            total_ms = (self._loop.time() - self.started) * 1e3
+            request = router_pb2.ReportRequest(
+                decision_id=progress.decision_id,
+                request_id=job.inner_id,
+                usage=end.usage,
+                ttft_ms=ttft_ms,
+                total_ms=total_ms,
+            )
+            self.routers.report(request, job.tenant, progress.decided_by)
 
     # --- ends
-    async def _finish(self, job: Job, placed: Placed, output: Output, observer: Observer) -> None:
-        end = self._worker_end
-        self._usage = pb.Usage(
-            prompt_tokens=len(job.token_ids),
-            completion_tokens=output.completion_tokens,
-            cached_tokens=max(end.cached_tokens, placed.cached_tokens),
-        )
-        self._served = self._how(observer)
-        self._served.decode_worker = placed.link.info.worker_id
-        self._served.prefill_worker = end.prefill_worker
-        self._served.transport = end.transport
-        self._served.transfer_bytes = end.transfer_bytes
-        await self._end_well(observer, output.finish_reasons)
+    def _ttft_ms(self) -> float:
+        return ((self._observer.ttft_s if self._observer is not None else None) or 0.0) * 1e3
 
-    def _how(self, observer: Observer) -> pb.Served:
+    async def _finish(self, end: End) -> None:
         now = self._loop.time()
-        return pb.Served(
-            cache="none",
-            degraded=self._progress.degraded,
-            retries=max(0, self._progress.submits - 1),
-            queue_ms=((self._accepted_at or now) - self.started) * 1e3,
-            ttft_ms=(observer.ttft_s or 0.0) * 1e3,
-            total_ms=(now - self.started) * 1e3,
-        )
+        served = end.served
+        served.queue_ms = ((self._accepted_at or now) - self.started) * 1e3
+        served.ttft_ms = self._ttft_ms()
+        served.total_ms = (now - self.started) * 1e3
+        self._set_trailing(cache_metadata(served))
+        self._usage = end.usage
+        await self._send(events.finished(end.usage, served))
 
-    async def _end_well(self, observer: Observer, reasons: list[str]) -> None:
-        await self._send(events.finished(self._usage, self._served))
-        observer.finished(self._usage, reasons)
+    def _tokens(self) -> pb.Usage:
+        return self._running.usage if self._running is not None else self._usage
 
-    def _note_failure(self, job: Job, observer: Observer, error: KvmeshError) -> None:
-        tokens = self._output.completion_tokens if self._output is not None else 0
-        self._usage = pb.Usage(prompt_tokens=len(job.token_ids), completion_tokens=tokens)
-        observer.failed(self._usage, error)
-
-    async def _fail(self, job: Job, observer: Observer, error: KvmeshError) -> None:
+    async def _fail(self, error: KvmeshError) -> None:
         """Tell the client: before acceptance by the call's status (raised here), after it by the terminal event."""
-        self._release()
         if self.error is None:
             self.error = error
             self._cut_off_later()
-        self._note_failure(job, observer, error)
+        assert self._observer is not None
+        usage = self._tokens()
+        self._observer.failed(usage, error)
         if self._accepted_at is None:
             raise error
-        await self._send(events.failed(error, self._usage))
-
-    def _report(self, job: Job, observer: Observer, code: int, answer: router_pb2.CachedAnswer | None) -> None:
-        decided_by = self._progress.decided_by
-        if self._progress.decision_id and decided_by is not None:
-            self._routers.report(
-                router_pb2.ReportRequest(
-                    decision_id=self._progress.decision_id,
-                    request_id=job.inner_id,
-                    code=code,
-                    usage=self._usage,
-                    decode_worker=self._served.decode_worker,
-                    prefill_worker=self._served.prefill_worker,
-                    answer=answer if code == 0 else None,
-                    ttft_ms=(observer.ttft_s or 0.0) * 1e3,
-                    total_ms=(self._loop.time() - self.started) * 1e3,
-                ),
-                job.tenant,
-                decided_by,
-            )
+        await self._send(events.failed(error, usage))
 
 
-def _abandon(task: asyncio.Task[Placed | router_pb2.CachedAnswer]) -> None:
-    """End a placing whose result nobody takes; an attempt that a worker has just accepted is aborted there.
-
-    The task may be done already: the handler can be cancelled in the very step in which its result arrives.
-    """
-    task.cancel()
-
-    def late(done: asyncio.Task[Placed | router_pb2.CachedAnswer]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            result = done.result()
-            if isinstance(result, Placed):
-                result.link.release(result.key, abort=True)
-
-    task.add_done_callback(late)
+def cache_metadata(served: pb.Served) -> list[tuple[str, str]]:
+    """Trailing metadata that tells what the cache did."""
+    pairs = [("x-kvmesh-cache", served.cache)]
+    if served.cache in ("exact", "semantic"):
+        pairs.append(("x-kvmesh-cache-age", f"{served.cache_age_s:.3f}"))
+        pairs.append(("x-kvmesh-cache-similarity", f"{served.cache_similarity:.4f}"))
+    if served.cache_purge_id:
+        pairs.append(("x-kvmesh-cache-purge-id", served.cache_purge_id))
+    return pairs

@@ -15,11 +15,13 @@ from kvmesh.rpc.limits import RequestLimits
 from kvmesh.telemetry import names, tracing
 from services.gateway import validate
 from services.gateway.fleet import Fleet
+from services.gateway.generation import RequestSettings
+from services.gateway.heals import Heals
 from services.gateway.observe import Observer
 from services.gateway.placement import Placer
 from services.gateway.prepare import Preparer, Rules, request_limits
 from services.gateway.registry import Registry, new_id
-from services.gateway.request import ClientGone, Request, RequestSettings
+from services.gateway.request import ClientGone, Flights, Request, Shadows
 from services.gateway.routers import Routers
 
 T = TypeVar("T")
@@ -39,7 +41,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         registry: Registry,
         placer: Placer,
         routers: Routers,
+        heals: Heals,
         fleet: Fleet,
+        flights: Flights | None = None,
+        shadows: Shadows | None = None,
     ) -> None:
         self._credentials = credentials
         self._preparer = preparer
@@ -48,7 +53,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._registry = registry
         self._placer = placer
         self._routers = routers
+        self._heals = heals
         self._fleet = fleet
+        self._flights = flights
+        self._shadows = shadows
 
     async def Generate(self, request: pb.GenerateRequest, context: ServicerContext) -> None:  # type: ignore[override]
         """Continue a raw prompt."""
@@ -79,8 +87,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._request_settings,
             placer=self._placer,
             routers=self._routers,
+            heals=self._heals,
             send=send,
             send_metadata=send_metadata,
+            set_trailing=context.set_trailing_metadata,
+            flights=self._flights,
+            shadows=self._shadows,
         )
         attributes = {
             names.GEN_AI_OPERATION_NAME: operation,

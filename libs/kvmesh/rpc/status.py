@@ -44,6 +44,7 @@ TABLE: dict[type[KvmeshError], Row] = {
     errors.Overloaded: Row(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, True),
     errors.TooLarge: Row(grpc.StatusCode.RESOURCE_EXHAUSTED, 413, False),
     errors.FailedPrecondition: Row(grpc.StatusCode.FAILED_PRECONDITION, 400, False),
+    errors.NotCached: Row(grpc.StatusCode.FAILED_PRECONDITION, 400, False),
     errors.DeadlineExceeded: Row(grpc.StatusCode.DEADLINE_EXCEEDED, 504, False),
     errors.Cancelled: Row(grpc.StatusCode.CANCELLED, 499, False),
     errors.Unavailable: Row(grpc.StatusCode.UNAVAILABLE, 503, True),

@@ -62,7 +62,7 @@ async def test_refusals_are_our_errors(world: World) -> None:
 async def test_a_failed_stream(world: World) -> None:
     worker = await world.worker()
     worker.on_submit = hold
-    await world.start(static=True)
+    await world.start(static=True, max_attempts=1)
     async with Client(world.server.address) as client:
         stream = client.chat([("user", "x")])
         await anext(stream)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvmesh.errors import KvmeshError
@@ -18,16 +20,18 @@ def scores(entries: int) -> engine_pb2.PromptLogprobs:
 
 async def test_the_scores_of_a_long_prompt_are_no_slow_reader() -> None:
     failures: list[KvmeshError] = []
-    inbox = Inbox(choices=1, max_tokens=16, max_bytes=4096, on_failure=failures.append)
+    wake = asyncio.Event()
+    inbox = Inbox(positions={0: 0}, max_tokens=16, max_bytes=4096, on_failure=failures.append, wake=wake)
     large = scores(2000)
     assert large.ByteSize() > 4096
     inbox.prompt(large)
     assert not failures
-    assert await inbox.get() == [large]
+    assert wake.is_set()
+    assert inbox.take() == [large]
     # What comes on top of something untaken is a backlog.
     inbox.prompt(large)
     inbox.delta(engine_pb2.SequenceDelta(request_id="r", token_ids=[1]))
     (failure,) = failures
     assert isinstance(failure, SlowReader)
     with pytest.raises(SlowReader):
-        await inbox.get()
+        inbox.take()

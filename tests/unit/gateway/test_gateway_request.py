@@ -14,11 +14,13 @@ from kvmesh.errors import Cancelled, KvmeshError
 from kvmesh.loading.tokenizer import scripted_tokenizer
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.limits import RequestLimits
+from services.gateway.generation import RequestSettings
+from services.gateway.heals import Heals
 from services.gateway.inbox import Inbox
-from services.gateway.job import Job
+from services.gateway.job import Job, Share
 from services.gateway.observe import Observer
-from services.gateway.placement import Placed
-from services.gateway.request import Request, RequestSettings
+from services.gateway.placement import Decision, Placed
+from services.gateway.request import Request
 from services.gateway.tokenizers import ModelTokenizer
 
 
@@ -47,12 +49,15 @@ class SlowPlacer:
         self.go = asyncio.Event()
         self.inbox: Inbox | None = None
 
-    async def place(self, job: Job, progress: Any, make_inbox: Any) -> Placed:
+    async def decide(self, job: Job, progress: Any, *, flights: bool) -> Decision:
+        return Decision(MODEL)
+
+    async def place(self, job: Job, progress: Any, share: Share, make_inbox: Any, *, decision: Any) -> Placed:
         await self.go.wait()
         self.inbox = make_inbox()
         key = (job.inner_id, 0)
         self.link.open.add(key)
-        return Placed(self.link, key, self.inbox, MODEL, "r", 0)  # type: ignore[arg-type]
+        return Placed(self.link, key, self.inbox, MODEL, "r", 0, share)  # type: ignore[arg-type]
 
 
 def job() -> Job:
@@ -73,7 +78,7 @@ def job() -> Job:
     )
 
 
-@pytest.mark.parametrize("turns", range(8))
+@pytest.mark.parametrize("turns", range(10))
 @pytest.mark.parametrize("how", ["client leaves", "aborted"])
 async def test_ended_in_the_turn_in_which_it_is_accepted(turns: int, how: str) -> None:
     link = Link()
@@ -92,6 +97,7 @@ async def test_ended_in_the_turn_in_which_it_is_accepted(turns: int, how: str) -
             RequestSettings(),
             placer=placer,  # type: ignore[arg-type]
             routers=SimpleNamespace(),  # type: ignore[arg-type]
+            heals=Heals(),
             send=send,
             send_metadata=send_metadata,
         )
@@ -101,7 +107,8 @@ async def test_ended_in_the_turn_in_which_it_is_accepted(turns: int, how: str) -
     task = asyncio.create_task(handler())
     while not made:
         await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
     placer.go.set()
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -126,4 +133,4 @@ async def test_ended_in_the_turn_in_which_it_is_accepted(turns: int, how: str) -
     else:
         assert isinstance(outcome, asyncio.CancelledError)
         assert not terminals
-    assert not [t for t in asyncio.all_tasks() if t.get_name() == "place"]
+    assert not [t for t in asyncio.all_tasks() if t.get_name() in ("decide", "place")]

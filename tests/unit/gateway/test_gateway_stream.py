@@ -21,7 +21,7 @@ async def test_chat_streams_an_answer(world: World) -> None:
     assert finished.usage.completion_tokens == len(ids)
     assert finished.usage.prompt_tokens == accepted.prompt_tokens > 0
     assert finished.served.decode_worker == "decode-0"
-    assert finished.served.cache == "none"
+    assert finished.served.cache == "miss"
     assert not finished.served.degraded
     last = [event.delta for event in events if event.HasField("delta")][-1]
     assert last.finish_reason == pb.FINISH_REASON_STOP

@@ -68,6 +68,7 @@ class DecodeService(engine_pb2_grpc.DecodeServicer):
             ttft_deadline=limits.ttft.at,
             total_deadline=limits.total.at,
             local_remainder=ctx.settings.local_prefill_tokens,
+            first_choice=request.first_choice,
         )
         ctx.core.check(engine_request)
         position = ctx.core.load().waiting

@@ -1,0 +1,555 @@
+"""The life of one generation, from a decision to its end: place, stream, and go on elsewhere when a worker is lost.
+
+One coroutine (`run`) does everything in order and is never interrupted inside a write to its sink. What may end a
+generation from elsewhere (a limit, `stop`, a full buffer) goes through the inboxes: it frees the workers at once, and
+`run` meets the error at its next step. It knows nothing of clients: its limits, its attempts and its report are its
+own, so that it can outlive the handler that began it.
+
+Healing: tokens that have been taken are kept. What of them is not finished is submitted again, a choice at a time, with
+the output so far; the worker replays it, and noise is a function of (seed, choice, position), so that the text goes on
+as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from opentelemetry import trace
+
+from kvmesh.errors import Cancelled, DataLoss, DeadlineExceeded, Internal, KvmeshError, Overloaded, Unavailable
+from kvmesh.proto.v1 import engine_pb2, router_pb2
+from kvmesh.proto.v1 import inference_pb2 as pb
+from kvmesh.rpc.limits import RequestLimits
+from kvmesh.rpc.status import is_retryable, row
+from kvmesh.telemetry import metrics, names, tracing
+from services.gateway.demux import Key
+from services.gateway.heals import Heals
+from services.gateway.inbox import Inbox, SlowReader
+from services.gateway.job import Job, Progress, Share
+from services.gateway.output import Output
+from services.gateway.placement import Decision, NoWorker, Placed, Placer
+from services.gateway.routers import Routers
+
+log = logging.getLogger(__name__)
+
+# All choices were cut by stop strings: the worker's own end brings its figures, but nobody should wait for it.
+END_WAIT_S = 1.0
+# A request that loses worker after worker, though each gives it tokens, may be what kills them.
+MAX_LOSSES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSettings:
+    """Sizes and times of every request."""
+
+    first_metadata_s: float = 10.0
+    buffer_tokens: int = 8192
+    buffer_bytes: int = 4 << 20
+    max_attempts: int = 3
+
+
+class Sink(Protocol):
+    """Where a generation's events go, in their order. An awaited write is back pressure; what it raises ends it all."""
+
+    async def waiting(self) -> None:
+        """No worker has taken the request for a while."""
+
+    async def accepted(self, event: pb.Accepted) -> None:
+        """A worker took it; once, before all else."""
+
+    async def prompt(self, event: pb.PromptScored) -> None:
+        """Scores of the prompt; at most once."""
+
+    async def delta(self, event: pb.Delta) -> None:
+        """New output of one choice."""
+
+
+@dataclass(slots=True)
+class End:
+    """How a generation ended that went well. `answer`: what to remember, if it may be. One finish reason a choice."""
+
+    usage: pb.Usage
+    served: pb.Served
+    finish_reasons: list[str] = field(default_factory=list)
+    answer: router_pb2.CachedAnswer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Of a generation that is taken over: a choice that had ended, and why."""
+
+    finish: pb.FinishReason.ValueType
+    stop_reason: str = ""
+
+
+class Timers:
+    """Calls `expire` with a limit's name when it runs out."""
+
+    def __init__(self, limits: RequestLimits, expire: Callable[[str], None]) -> None:
+        loop = asyncio.get_running_loop()
+        ttft, total = limits.ttft.remaining(), limits.total.remaining()
+        self._timers = [loop.call_later(total, expire, "total")]
+        if ttft < total:
+            self._timers.append(loop.call_later(ttft, expire, "time to first token"))
+
+    def cancel(self) -> None:
+        """Let none of them fire. Idempotent."""
+        for timer in self._timers:
+            timer.cancel()
+
+
+def out_of_time(limit: str, *, queued: bool) -> KvmeshError:
+    """The error of a limit that ran out."""
+    if queued:
+        return Overloaded(f"no worker had room within the limit ({limit})", retry_after=1.0)
+    return DeadlineExceeded(f"the limit ({limit}) ran out", details={"limit": limit})
+
+
+class Generation:
+    """One generation of a job.
+
+    `decision`: made by `Placer.decide` just now, with candidates; without one, workers alone are asked for.
+    `resume`: choice -> its output so far, of a generation that is taken over; `ended`: its choices that had ended.
+    `revision`: of those, the only one to go on with. `lead`: the flight that its report ends, if not the decision's.
+    `started`: when the request came, on the loop's clock. `on_stop` is called once when `stop` ends it.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        settings: RequestSettings,
+        sink: Sink,
+        *,
+        placer: Placer,
+        routers: Routers,
+        heals: Heals,
+        progress: Progress | None = None,
+        decision: Decision | None = None,
+        resume: Mapping[int, Sequence[int]] | None = None,
+        ended: Mapping[int, Ended] | None = None,
+        revision: str = "",
+        lead: router_pb2.Flight | None = None,
+        started: float | None = None,
+        on_stop: Callable[[KvmeshError], None] | None = None,
+    ) -> None:
+        self._job = job
+        self._settings = settings
+        self._sink = sink
+        self._placer = placer
+        self._routers = routers
+        self._heals = heals
+        self._progress = progress or Progress()
+        self._decision = decision
+        self._lead = lead if lead is not None or decision is None else decision.lead
+        self._cache = decision.cache if decision is not None else "bypass"
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.time() if started is None else started
+        self._on_stop = on_stop
+        self._wake = asyncio.Event()
+        self._timers: Timers | None = None
+        self._output = Output(job.sampling, job.tokenizer)
+        for choice, token_ids in (resume or {}).items():
+            end = (ended or {}).get(choice, Ended(pb.FINISH_REASON_UNSPECIFIED))
+            self._output.restore(choice, token_ids, end.finish, end.stop_reason)
+        self._placing: dict[asyncio.Task[Placed], Share] = {}
+        self._parts: dict[Key, Placed] = {}
+        self._last: Placed | None = None
+        self._worker_end = engine_pb2.WorkerFinished()
+        self._cached_tokens = 0
+        self._accepted_at: float | None = None
+        self._first_token_at: float | None = self._started if any((resume or {}).values()) else None
+        self._revision = revision
+        self._told = False
+        self._scored = False
+        self._loss: KvmeshError | None = None
+        self._losses = 0
+        self._heal_count = 0
+        self._end_by: float | None = None
+        self.error: KvmeshError | None = None
+
+    # --- seen from elsewhere
+    def stop(self, error: KvmeshError) -> None:
+        """End it with `error`, now. The first error counts."""
+        if self.error is not None:
+            return
+        self.error = error
+        for task in self._placing:
+            task.cancel()
+        for placed in list(self._parts.values()):
+            placed.inbox.fail(error)
+        self._wake.set()
+        if self._on_stop is not None:
+            self._on_stop(error)
+
+    def close(self) -> None:
+        """Free everything: timers, placings, attempts. Idempotent; `run` does it at its end."""
+        if self._timers is not None:
+            self._timers.cancel()
+        for task in self._placing:
+            _abandon(task)
+        self._placing.clear()
+        for placed in list(self._parts.values()):
+            self._release(placed)
+
+    @property
+    def usage(self) -> pb.Usage:
+        """Tokens so far."""
+        prompt_tokens = len(self._job.token_ids)
+        return pb.Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=self._output.completion_tokens,
+            cached_tokens=min(self._cached_tokens, prompt_tokens),
+        )
+
+    @property
+    def served(self) -> pb.Served:
+        """Where and how, so far."""
+        now, end = self._loop.time(), self._worker_end
+        first = self._first_token_at
+        return pb.Served(
+            decode_worker=self._last.link.info.worker_id if self._last is not None else "",
+            prefill_worker=end.prefill_worker,
+            transport=end.transport,
+            transfer_bytes=end.transfer_bytes,
+            cache=self._cache,
+            degraded=self._progress.degraded,
+            retries=max(0, self._progress.submits - 1),
+            heals=self._heal_count,
+            queue_ms=((self._accepted_at or now) - self._started) * 1e3,
+            ttft_ms=(first - self._started) * 1e3 if first is not None else 0.0,
+            total_ms=(now - self._started) * 1e3,
+        )
+
+    # --- the life
+    async def run(self) -> End:
+        """Everything, once. Raises KvmeshError for an end that is none, and what the sink raises."""
+        code = row(Internal).code.value[0]
+        answer: router_pb2.CachedAnswer | None = None
+        self._timers = Timers(self._job.limits, self._expire)
+        try:
+            end = await self._run()
+            code, answer = 0, end.answer
+            return end
+        except KvmeshError as error:
+            told = self.error or error
+            code = row(told).code.value[0]
+            raise told from None
+        except (asyncio.CancelledError, SinkClosed):
+            code = row(self.error or Cancelled).code.value[0]
+            raise
+        except Exception as exc:
+            log.exception("request %s failed", self._job.inner_id)
+            raise Internal(f"internal error ({type(exc).__name__})") from exc
+        finally:
+            self.close()
+            self._report(code, answer)
+
+    async def _run(self) -> End:
+        self._begin(self._shares(self._output.unfinished), self._decision)
+        while not self._over():
+            await self._pause()
+            if self.error is not None:
+                raise self.error
+            await self._collect()
+            await self._advance()
+        if self._output.buffered:
+            for delta in self._output.best():
+                await self._sink.delta(delta)
+        for placed in list(self._parts.values()):
+            self._release(placed)
+        answer = self._output.answer(self._revision, len(self._job.token_ids)) if self._job.may_store else None
+        return End(self.usage, self.served, self._output.finish_reasons, answer)
+
+    def _over(self) -> bool:
+        """True when every choice has ended, and the workers have said so or not in time.
+
+        The output is whole by then, so losing a worker now loses its figures only.
+        """
+        if not self._output.ended:
+            return False
+        if self._end_by is None:
+            self._end_by = self._loop.time() + END_WAIT_S
+        return not self._parts or self._loop.time() >= self._end_by
+
+    async def _pause(self) -> None:
+        """Until something happened."""
+        until = self._end_by
+        if until is None and self._accepted_at is None and not self._told:
+            until = self._loop.time() + self._settings.first_metadata_s
+        if until is None:
+            await self._wake.wait()
+        else:
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._wake.wait()
+            except TimeoutError:
+                if self._end_by is None:
+                    self._told = True
+                    await self._sink.waiting()
+        self._wake.clear()
+
+    def _expire(self, limit: str) -> None:
+        if limit == "total" or self._first_token_at is None:
+            self.stop(out_of_time(limit, queued=self._progress.queued))
+
+    # --- placing
+    @property
+    def _begun(self) -> bool:
+        """True once there is output that the next worker must go on from."""
+        return self._first_token_at is not None or self._scored
+
+    def _shares(self, choices: Sequence[int], failures: int = 0) -> list[Share]:
+        """How `choices` are submitted: all at once while there is nothing of them, else each for itself."""
+        total = self._job.sampling.best_of
+        tokens = {choice: list(self._output.tokens(choice)) for choice in choices}
+        if len(choices) == total and not any(tokens.values()):
+            return [self._share(0, total, (), failures)]
+        return [self._share(choice, 1, tokens[choice], failures) for choice in choices]
+
+    def _share(self, first_choice: int, choices: int, output: Sequence[int], failures: int) -> Share:
+        return Share(
+            first_choice,
+            choices,
+            output,
+            heal=self._begun,
+            again=self._loss is not None or self._begun,
+            scored=self._scored,
+            revision=self._revision if self._begun else "",
+            failures=failures,
+        )
+
+    def _begin(self, shares: Sequence[Share], decision: Decision | None = None) -> None:
+        for share in shares:
+            task = asyncio.create_task(self._place(share, decision), name="place")
+            task.add_done_callback(self._placed)
+            self._placing[task] = share
+
+    def _placed(self, _: asyncio.Task[Placed]) -> None:
+        self._wake.set()
+
+    async def _place(self, share: Share, decision: Decision | None) -> Placed:
+        make = functools.partial(self._inbox, share)
+        if not share.again:
+            return await self._placer.place(self._job, self._progress, share, make, decision=decision)
+        pace = functools.partial(self._heals.turn, share.failures)
+        until = self._loop.time() + self._heals.wait_s
+        while True:
+            try:
+                return await self._placer.place(self._job, self._progress, share, make, pace=pace)
+            except NoWorker:
+                # A stream that has output waits for a worker to come; one without is better sent again.
+                if not share.heal:
+                    raise
+                while not self._placer.serves(self._job, self._progress, share):
+                    if self._placer.serves(self._job, Progress(), share):
+                        # There is nobody but who failed it already.
+                        self._progress.excluded.clear()
+                    elif not await self._heals.wait_changed(until - self._loop.time()):
+                        raise
+
+    def _inbox(self, share: Share) -> Inbox:
+        inbox = Inbox(
+            positions=share.positions,
+            max_tokens=self._settings.buffer_tokens,
+            max_bytes=self._settings.buffer_bytes,
+            on_failure=lambda error: self._attempt_failed(inbox, error),
+            wake=self._wake,
+        )
+        return inbox
+
+    async def _collect(self) -> None:
+        """Take the placings that are done."""
+        for task in [task for task in self._placing if task.done()]:
+            share = self._placing.pop(task)
+            try:
+                placed = task.result()
+            except KvmeshError as error:
+                self._unplaced(share, error)
+                continue
+            self._last = self._parts[placed.key] = placed
+            self._cached_tokens = max(self._cached_tokens, placed.cached_tokens)
+            if share.again:
+                metrics.counter(names.GATEWAY_HEALS).labels("ok").inc()
+                self._heal_count += share.heal
+            if placed.inbox.error is not None:
+                # It failed between the worker's acceptance and here.
+                self._release(placed, forget=False)
+            if not self._begun or not self._revision:
+                self._revision = placed.revision
+            if self._accepted_at is None:
+                await self._accept(placed)
+
+    async def _accept(self, placed: Placed) -> None:
+        self._accepted_at = self._loop.time()
+        job = self._job
+        await self._sink.accepted(
+            pb.Accepted(
+                request_id=job.request_id,
+                model=placed.model,
+                revision=placed.revision,
+                seed=job.sampling.seed,
+                prompt_tokens=len(job.token_ids),
+            )
+        )
+
+    def _unplaced(self, share: Share, error: KvmeshError) -> None:
+        """A share found no worker. After a loss, failing to find another is told as that loss."""
+        if not share.again:
+            raise error
+        if share.heal and is_retryable(error) and not isinstance(error, NoWorker):
+            share.failures += 1
+            if share.failures < self._settings.max_attempts:
+                self._begin([share])
+                return
+        metrics.counter(names.GATEWAY_HEALS).labels("failed").inc()
+        if self._loss is not None and (share.heal or isinstance(error, Unavailable)):
+            raise self._loss from error
+        raise error
+
+    # --- streaming
+    async def _advance(self) -> None:
+        """Show what the workers sent; place again what was lost."""
+        # A consumer that falls behind finds several frames at once and shows them as one: its cost is bounded.
+        pending: dict[int, pb.Delta] = {}
+        prompts: list[engine_pb2.PromptLogprobs] = []
+        for placed in list(self._parts.values()):
+            try:
+                items = placed.inbox.take()
+            except KvmeshError as error:
+                self._lost(placed, error)
+                continue
+            for item in items:
+                if isinstance(item, engine_pb2.SequenceDelta):
+                    self._feed(placed, item, pending)
+                elif isinstance(item, engine_pb2.PromptLogprobs):
+                    if not self._scored:
+                        prompts.append(item)
+                    self._scored = True
+                else:
+                    self._finished(placed, item)
+        for scored in prompts:
+            await self._sink.prompt(
+                pb.PromptScored(logprobs=[self._output.name_tokens(entry) for entry in scored.logprobs])
+            )
+        for delta in pending.values():
+            await self._sink.delta(delta)
+
+    def _feed(self, placed: Placed, given: engine_pb2.SequenceDelta, pending: dict[int, pb.Delta]) -> None:
+        """Turn a worker's delta into the client's, joined to what is pending for the same choice."""
+        if given.token_ids and self._first_token_at is None:
+            self._first_token_at = self._loop.time()
+        delta, stopped = self._output.feed(given)
+        if stopped:
+            placed.link.abort(placed.key, [given.choice])
+        if delta is None:
+            return
+        before = pending.setdefault(delta.choice, delta)
+        if before is not delta:
+            text = before.text + delta.text
+            before.MergeFrom(delta)  # Concatenates lists; a set finish reason wins.
+            before.text = text
+
+    def _finished(self, placed: Placed, end: engine_pb2.WorkerFinished) -> None:
+        self._parts.pop(placed.key, None)
+        self._last, self._worker_end = placed, end
+        self._cached_tokens = max(self._cached_tokens, end.cached_tokens)
+        if self._of(placed.share):
+            error = Internal("the worker ended the request before its choices")
+            self._progress.failed(placed.link.info, error)
+            raise error
+
+    def _of(self, share: Share) -> list[int]:
+        """Choices of a share that have not ended."""
+        mine = range(share.first_choice, share.first_choice + share.choices)
+        return [choice for choice in self._output.unfinished if choice in mine]
+
+    # --- losing
+    def _attempt_failed(self, inbox: Inbox, error: KvmeshError) -> None:
+        """From an inbox, whatever `run` is doing: the worker must not go on for nothing."""
+        if isinstance(error, SlowReader):
+            metrics.counter(names.GATEWAY_SLOW_READERS).inc()
+            self.stop(error)
+        for placed in list(self._parts.values()):
+            if placed.inbox is inbox:
+                self._release(placed, forget=False)
+
+    def _release(self, placed: Placed, *, forget: bool = True) -> None:
+        """Let go of an attempt; the worker is told unless it has ended it itself. Idempotent."""
+        if forget:
+            self._parts.pop(placed.key, None)
+        placed.link.release(placed.key, abort=True)
+
+    def _lost(self, placed: Placed, error: KvmeshError) -> None:
+        """An attempt failed: what of it is unfinished goes on elsewhere, or the generation ends with the error."""
+        self._release(placed)
+        if self.error is not None:
+            raise self.error
+        share, info = placed.share, placed.link.info
+        choices = self._of(share)
+        if not choices:
+            return
+        # Nobody here asked the worker to cancel: it was told so by the end of a stream, like any loss.
+        healable = is_retryable(error) or isinstance(error, Cancelled)
+        if (healable and not isinstance(error, Overloaded)) or isinstance(error, Internal | DataLoss):
+            self._progress.failed(info, error)
+        moved = any(len(self._output.tokens(choice)) > len(share.output) for choice in choices)
+        failures = 1 if moved else share.failures + 1
+        self._losses += 1
+        if not healable or failures >= self._settings.max_attempts or self._losses > MAX_LOSSES * share.choices:
+            raise error
+        self._loss = error
+        log.warning("request %s is placed again: %s", self._job.inner_id, error.message)
+        attributes: tracing.Attributes = {
+            names.ATTR_WORKER: info.worker_id,
+            names.ATTR_REPLAYED_TOKENS: sum(len(self._output.tokens(choice)) for choice in choices),
+        }
+        trace.get_current_span().add_event("worker lost", attributes)
+        self._begin(self._shares(choices, failures))
+
+    # --- the report
+    def _report(self, code: int, answer: router_pb2.CachedAnswer | None) -> None:
+        progress = self._progress
+        if not progress.decision_id or progress.decided_by is None:
+            return
+        served = self.served
+        self._routers.report(
+            router_pb2.ReportRequest(
+                decision_id=progress.decision_id,
+                request_id=self._job.inner_id,
+                code=code,
+                usage=self.usage,
+                decode_worker=served.decode_worker,
+                prefill_worker=served.prefill_worker,
+                answer=answer,
+                ttft_ms=served.ttft_ms,
+                total_ms=served.total_ms,
+                failures=progress.failures,
+                flight=self._lead,
+            ),
+            self._job.tenant,
+            progress.decided_by,
+        )
+
+
+class SinkClosed(Exception):
+    """A write failed: there is nobody left to tell anything."""
+
+
+def _abandon(task: asyncio.Task[Placed]) -> None:
+    """End a placing whose result nobody takes; an attempt that a worker has just accepted is aborted there.
+
+    The task may be done already: the generation can be cancelled in the very step in which its result arrives.
+    """
+    task.cancel()
+
+    def late(done: asyncio.Task[Placed]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            placed = done.result()
+            placed.link.release(placed.key, abort=True)
+
+    task.add_done_callback(late)
