@@ -46,8 +46,7 @@ class Routing:
         self._aliases = settings.alias_map
         self._fleet = fleet
         self._cache = cache
-        rules = Rules(alternates=settings.alternates, credit_ttl_s=settings.credit_ttl_s)
-        self.placer = Placer(fleet, rules, clock=clock, rng=rng)
+        self.placer = Placer(fleet, Rules.of(settings), clock=clock, rng=rng)
         self.decisions = Decisions(clock)
 
     async def route(

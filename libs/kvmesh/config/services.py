@@ -171,6 +171,35 @@ class RouterSettings(ServiceSettings):
         default=2.0, gt=0, le=60, description="Seconds a placement counts before a report shows it."
     )
     alternates: int = Field(default=3, ge=0, le=64, description="Ranked alternates returned with a placement.")
+    beta_prefill: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=100.0,
+        description="Weight of a prefill worker's relative load against the share of the prompt that it holds.",
+    )
+    beta_decode: float = Field(default=1.0, ge=0.0, le=100.0, description="The same for decode workers.")
+    session_bonus: float = Field(
+        default=0.1, ge=0.0, le=1.0, description="Score bonus of the worker that served a session last."
+    )
+    local_prefill_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=1_000_000,
+        description="Prompt tokens that decode may lack and be named no prefill worker; 0 = one page.",
+    )
+    events_stale_s: float = Field(
+        default=3.0,
+        gt=0,
+        le=600,
+        description="Seconds without KV events after which a loaded worker's prefixes are in doubt.",
+    )
+    breaker_failures: int = Field(
+        default=5, ge=1, le=32, description="Failed requests on a worker after which its breaker opens."
+    )
+    breaker_window_s: float = Field(default=10.0, gt=0, le=3600, description="Seconds within which they fell.")
+    breaker_backoff_s: float = Field(
+        default=1.0, gt=0, le=600, description="Seconds a breaker stays open at first; doubled up to 30."
+    )
     aliases: NameList = Field(
         ["auto"],
         max_length=256,

@@ -30,6 +30,7 @@ ACCUSING = frozenset(
 
 MAX_KEPT = 8192
 MAX_ENDS = 64
+MAX_BACKOFF_S = 30.0
 
 
 class State(StrEnum):
@@ -47,7 +48,7 @@ class BreakerRules:
     failures: int = 5
     window_s: float = 10.0
     backoff_s: float = 1.0
-    max_backoff_s: float = 30.0
+    max_backoff_s: float = MAX_BACKOFF_S
     probe_s: float = 30.0
 
 

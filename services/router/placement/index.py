@@ -42,8 +42,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._bits: dict[bytes, int] = {}
         self._columns: dict[int, _Column] = {}
-        self._owner_of = np.full(64, -1, np.int64)
-        self._used = 0
+        self._owner_of: list[int] = []
         self._free: list[int] = []
         self._shown = 0
         self._dirty: deque[_Column] = deque()
@@ -57,10 +56,9 @@ class PrefixIndex:
     def reset(self, owner: int, limit: int = MAX_BLOCKS) -> None:
         """Forget what the owner holds and hide it until `show`. `limit`: hashes it can hold."""
         self.drop(owner)
-        bit = heapq.heappop(self._free) if self._free else self._used
-        self._used = max(self._used, bit + 1)
-        while bit >= len(self._owner_of):
-            self._owner_of = np.concatenate([self._owner_of, np.full_like(self._owner_of, -1)])
+        bit = heapq.heappop(self._free) if self._free else len(self._owner_of)
+        if bit == len(self._owner_of):
+            self._owner_of.append(owner)
         self._owner_of[bit] = owner
         self._columns[owner] = _Column(bit, min(limit, MAX_BLOCKS))
 
@@ -132,7 +130,7 @@ class PrefixIndex:
         column = self._columns.get(owner)
         return frozenset(column.held) if column is not None else frozenset()
 
-    def depths(self, packed: bytes) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+    def depths(self, packed: bytes) -> Iterator[tuple[int, list[int]]]:
         """(leading hashes of the chain, owners that hold exactly so many), owners that hold none left out."""
         bits, mask, depth = self._bits, self._shown, 0
         for block in split(packed):
@@ -149,21 +147,29 @@ class PrefixIndex:
 
     def match(self, chains: Iterable[tuple[int, bytes]], size: int) -> npt.NDArray[np.int64]:
         """Matched tokens by owner, for owners below `size`. chains: (tokens of one hash, packed hashes)."""
-        tokens = np.zeros(size, np.int64)
-        for each, packed in chains:
-            for depth, owners in self.depths(packed):
-                np.maximum.at(tokens, owners, depth * each)
-        return tokens
+        matched = np.zeros(size, np.int64)
+        for tokens, packed in chains:
+            owners: list[int] = []
+            depths: list[int] = []
+            for depth, there in self.depths(packed):
+                owners += there
+                depths += [depth * tokens] * len(there)
+            if owners:
+                # An owner comes up once in a chain.
+                matched[owners] = np.maximum(matched[owners], depths)
+        return matched
 
-    def _owners(self, mask: int) -> npt.NDArray[np.int64]:
-        if mask.bit_count() <= 4:
+    def _owners(self, mask: int) -> list[int]:
+        owner_of = self._owner_of
+        if mask.bit_count() <= 8:
             found = []
             while mask:
-                found.append(mask.bit_length() - 1)
-                mask ^= 1 << found[-1]
-            return self._owner_of[found]
+                bit = mask.bit_length() - 1
+                found.append(owner_of[bit])
+                mask ^= 1 << bit
+            return found
         raw = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
-        return self._owner_of[np.flatnonzero(np.unpackbits(raw, bitorder="little"))]
+        return [owner_of[bit] for bit in np.flatnonzero(np.unpackbits(raw, bitorder="little")).tolist()]
 
 
 def split(packed: bytes) -> list[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvmesh.proto.v1 import engine_pb2, router_pb2
@@ -14,12 +14,14 @@ _PREFILLS = (engine_pb2.WORKER_ROLE_PREFILL, engine_pb2.WORKER_ROLE_UNIFIED)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker as it was rated: `load` in tokens (reported + credit), `matched` prompt tokens it holds."""
+    """A worker as it was rated: `load` in tokens (reported + credit), `matched` prompt tokens it holds. `target` is how
+    a decode worker is told of it."""
 
     info: engine_pb2.WorkerInfo
     load: float = 0.0
     matched: int = 0
     score: float = 0.0
+    target: engine_pb2.PrefillTarget = field(default_factory=engine_pb2.PrefillTarget, compare=False)
 
     @property
     def worker_id(self) -> str:
@@ -38,11 +40,7 @@ class RankedPair:
     prefill: tuple[Candidate, ...]
 
     def to_proto(self) -> router_pb2.Pair:
-        targets = [
-            engine_pb2.PrefillTarget(worker_id=c.worker_id, address=c.info.address, incarnation=c.info.incarnation)
-            for c in self.prefill
-        ]
-        return router_pb2.Pair(decode=self.decode.info, prefill=targets)
+        return router_pb2.Pair(decode=self.decode.info, prefill=[candidate.target for candidate in self.prefill])
 
 
 class KvKind(NamedTuple):

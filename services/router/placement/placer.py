@@ -10,100 +10,27 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from kvmesh.errors import FailedPrecondition, Unavailable
-from kvmesh.kv.hashing import CHAIN_STRIDE
+from kvmesh.errors import FailedPrecondition, KvmeshError, Unavailable
 from kvmesh.proto.v1 import router_pb2
 from services.router.fleet import Family, Fleet
 from services.router.placement import score
-from services.router.placement.breaker import BreakerRules, Breakers
+from services.router.placement.ask import Ask, Rules
+from services.router.placement.breaker import Breakers, State
 from services.router.placement.credit import CreditBook
 from services.router.placement.pairs import Candidate, RankedPair, charges
 from services.router.placement.pool import Pool
-from services.router.placement.score import Floats, Ints, Weights
+from services.router.placement.score import Floats, Ints
 from services.router.placement.sessions import Served, Sessions, rendezvous
+from services.router.placement.survey import Rated, Survey, unrated
+
+__all__ = ["Ask", "Placer", "Rules"]
 
 Clock = Callable[[], float]
 Flags = npt.NDArray[np.bool_]
-
-MAX_CHAINS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What placement goes by.
-
-    stale_s: KV events of a loaded worker are in doubt when none came for so long. local_prefill_tokens: where a decode
-    worker lacks no more of the prompt than this, it prefills on its own; 0: one page. look_ahead_pages: what a decode
-    worker needs beyond the prompt.
-    """
-
-    weights: Weights = field(default_factory=Weights)
-    breakers: BreakerRules = field(default_factory=BreakerRules)
-    alternates: int = 3
-    stale_s: float = 3.0
-    local_prefill_tokens: int = 0
-    look_ahead_pages: int = 1
-    credit_ttl_s: float = 2.0
-    max_sessions: int = 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What placement needs to know of a request.
-
-    chains: (tokens that one hash stands for, packed hashes). family: place within it alone. revision, tokenizer: pinned
-    by output that is there already. session holds the tenant; "" = none.
-    """
-
-    model: str
-    prompt_tokens: int
-    chains: tuple[tuple[int, bytes], ...] = ()
-    exclude: frozenset[str] = frozenset()
-    unified_only: bool = False
-    family: Family | None = None
-    revision: str = ""
-    tokenizer: str = ""
-    session: str = ""
-
-    @classmethod
-    def of(cls, request: router_pb2.RouteRequest, model: str, tenant: str, family: Family | None = None) -> Ask:
-        """The placement part of a request whose name stands for `model`."""
-        chains = tuple((chain.block_size * CHAIN_STRIDE, chain.hashes) for chain in request.chains[:MAX_CHAINS])
-        return cls(
-            model=model,
-            prompt_tokens=request.prompt_tokens,
-            chains=chains,
-            exclude=frozenset(request.exclude_workers),
-            unified_only=request.sampling.HasField("prompt_logprobs"),
-            family=family,
-            revision=request.pinned_revision,
-            tokenizer=request.pinned_tokenizer,
-            session=f"{tenant}\0{request.session_id}" if request.session_id else "",
-        )
-
-
-@dataclass(slots=True)
-class Rated:
-    """Candidates of one phase. Arrays are in parallel; `order` holds indices into them, best first."""
-
-    at: Ints
-    matched: Ints
-    load: Floats
-    relative: Floats
-    scores: Floats
-    order: Ints
-
-    def candidates(self, pool: Pool, chosen: Ints) -> list[Candidate]:
-        """Candidates for the result; `chosen` holds indices into the arrays."""
-        return [
-            Candidate(pool.workers[self.at[i]].info, float(self.load[i]), int(self.matched[i]), float(self.scores[i]))
-            for i in chosen.tolist()
-        ]
 
 
 class Placer:
@@ -137,19 +64,27 @@ class Placer:
         Raises Unavailable when no decode worker is left, FailedPrecondition when only role unified would do and none
         serves the model.
         """
+        survey = self.survey(ask, alternates)
+        if survey.error is not None:
+            raise survey.error
+        return survey.pairs
+
+    def survey(self, ask: Ask, alternates: int | None = None) -> Survey:
+        """`place`, with all that led to it; where there is no pair, with the reason in `error`."""
         more = self.rules.alternates if alternates is None else alternates
         pool = self.pool(ask.model)
-        decoders, prefillers = self.rate(pool, ask)
-        best = decoders.order
-        family = pool.family[decoders.at[best]]
-        best = best[family == family[0]][: more + 1]
-        pairs = []
-        for candidate, position in zip(decoders.candidates(pool, best), decoders.at[best].tolist(), strict=True):
-            senders = prefillers.order[:0]
-            if pool.receives[position] and not self._prefills_itself(candidate, ask, int(pool.page[position])):
-                senders = self._senders(pool, prefillers, position)[: more + 1]
-            pairs.append(RankedPair(candidate, tuple(prefillers.candidates(pool, senders))))
-        return pairs
+        matched = self._fleet.index.match(ask.chains, self._fleet.columns.capacity)[pool.slots]
+        np.minimum(matched, max(0, ask.prompt_tokens - 1), out=matched)
+        load = self._load()[pool.slots]
+        credit = self._fleet.columns.credit[pool.slots]
+        survey = Survey(pool, ask, matched, load, credit, unrated(pool.decode[:0]), unrated(pool.prefill[:0]))
+        try:
+            self._rate(survey)
+        except KvmeshError as error:
+            survey.error = error
+        else:
+            survey.pairs = self._pairs(survey, more)
+        return survey
 
     def pool(self, model: str) -> Pool:
         """The workers of a model."""
@@ -161,42 +96,45 @@ class Placer:
             pool = self._pools[model] = Pool(model, self._fleet.workers)
         return pool
 
-    def rate(self, pool: Pool, ask: Ask) -> tuple[Rated, Rated]:
-        """All decode and all prefill workers that may serve the request, rated. Raises as `place` does."""
-        prompt = max(1, ask.prompt_tokens)
-        matched = self._fleet.index.match(ask.chains, self._fleet.columns.capacity)[pool.slots]
-        np.minimum(matched, prompt - 1, out=matched)
-        load = self._load()[pool.slots]
-        decode = self._decoders(pool, ask)
+    def _rate(self, survey: Survey) -> None:
+        """Rate the decode workers that may serve the request, and the prefill workers of the best one's family."""
+        pool, ask, weights = survey.pool, survey.ask, self.rules.weights
         served = self.sessions.get(ask.session) if ask.session else None
-        weights = self.rules.weights
-        return (
-            self._rated(pool, ask, decode, matched, load, weights.beta_decode, served and served.decode, fit=True),
-            self._rated(
-                pool, ask, self._prefillers(pool, ask), matched, load, weights.beta_prefill, served and served.prefill
-            ),
-        )
+        at = self._unbroken(survey, self._decoders(pool, ask))
+        last = served.decode if served is not None else None
+        survey.decoders = self._rated(survey, at, weights.beta_decode, last, room=True)
+        family = pool.family[survey.decoders.at[survey.decoders.order[0]]]
+        at = self._allowed(pool, ask, pool.prefill)
+        at = self._unbroken(survey, at[pool.family[at] == family])
+        last = served.prefill if served is not None else None
+        survey.prefillers = self._rated(survey, at, weights.beta_prefill, last, room=False)
 
-    def _rated(
-        self,
-        pool: Pool,
-        ask: Ask,
-        at: Ints,
-        matched: Ints,
-        load: Floats,
-        beta: float,
-        last: str | None,
-        *,
-        fit: bool = False,
-    ) -> Rated:
-        columns, weights = self._fleet.columns, self.rules.weights
+    def _pairs(self, survey: Survey, more: int) -> list[RankedPair]:
+        pool, decoders, prefillers = survey.pool, survey.decoders, survey.prefillers
+        best = decoders.order
+        family = pool.family[decoders.at[best]]
+        best = best[family == family[0]][: more + 1]
+        pairs = []
+        senders: dict[int, tuple[Candidate, ...]] = {}
+        for candidate, position in zip(decoders.candidates(pool, best), decoders.at[best].tolist(), strict=True):
+            if not pool.receives[position] or self._prefills_itself(candidate, survey.ask):
+                pairs.append(RankedPair(candidate, ()))
+                continue
+            kind = int(pool.kind[position])
+            if kind not in senders:
+                senders[kind] = tuple(prefillers.candidates(pool, _senders(pool, prefillers, kind)[: more + 1]))
+            pairs.append(RankedPair(candidate, senders[kind]))
+        return pairs
+
+    def _rated(self, survey: Survey, at: Ints, beta: float, last: str | None, *, room: bool) -> Rated:
+        pool, ask, columns, weights = survey.pool, survey.ask, self._fleet.columns, self.rules.weights
         slots = pool.slots[at]
-        matched, load = matched[at], load[at]
+        matched, load = survey.matched[at], survey.load[at] + survey.credit[at]
         relative = score.relative_load(load, ask.prompt_tokens)
         scores = score.score(matched, relative, ask.prompt_tokens, beta, weights)
         if ask.session and len(at):
             scores[self._of_session(pool, at, ask.session, last)] += weights.session
-        preferred = self._room(pool, ask, at, matched) if fit else np.ones(len(at), np.bool_)
+        preferred = self._room(pool, ask, at, matched) if room else np.ones(len(at), np.bool_)
         if len(at) and self._blind(slots, ask):
             order = score.power_of_two(load, preferred, self._rng)
         else:
@@ -212,10 +150,10 @@ class Placer:
         return Rated(at, matched, load, relative, scores, order)
 
     def _load(self) -> Floats:
-        """Tokens by slot."""
+        """Tokens by slot, credit apart."""
         columns, weights = self._fleet.columns, self.rules.weights
         self.credit.sweep()
-        load = weights.queued * columns.queued + weights.inflight * columns.inflight + columns.credit
+        load = weights.queued * columns.queued + weights.inflight * columns.inflight
         if weights.recent:
             self._decay()
             load += weights.recent * columns.recent
@@ -265,10 +203,7 @@ class Placer:
                 )
         # A shorter context than the prompt's cannot serve it; where none is long enough, the worker says so itself.
         long_enough = at[pool.context[at] > ask.prompt_tokens]
-        return self._unbroken(pool, long_enough if len(long_enough) else at)
-
-    def _prefillers(self, pool: Pool, ask: Ask) -> Ints:
-        return self._unbroken(pool, self._allowed(pool, ask, pool.prefill))
+        return long_enough if len(long_enough) else at
 
     def _allowed(self, pool: Pool, ask: Ask, at: Ints) -> Ints:
         """Those of the right family that did not fail this request."""
@@ -283,26 +218,24 @@ class Placer:
                 at = at[at != position]
         return at
 
-    def _unbroken(self, pool: Pool, at: Ints) -> Ints:
+    def _unbroken(self, survey: Survey, at: Ints) -> Ints:
         """Those whose breaker lets a request through; all of them where none does: never refuse for it."""
         if self.breakers.all_closed:
             return at
-        infos = [pool.workers[i].info for i in at.tolist()]
-        allowed = at[np.array([self.breakers.allows(i.worker_id, i.incarnation) for i in infos], np.bool_)]
-        return allowed if len(allowed) else at
+        infos = [survey.pool.infos[i] for i in at.tolist()]
+        for info in infos:
+            state = self.breakers.state(info.worker_id, info.incarnation)
+            if state is not State.CLOSED:
+                survey.breakers[info.worker_id] = state
+        allowed = np.array([self.breakers.allows(i.worker_id, i.incarnation) for i in infos], np.bool_)
+        if not allowed.any():
+            return at
+        survey.broken.update(at[~allowed].tolist())
+        return at[allowed]
 
-    def _prefills_itself(self, decode: Candidate, ask: Ask, page: int) -> bool:
+    def _prefills_itself(self, decode: Candidate, ask: Ask) -> bool:
         """Whether so little of the prompt is missing on the decode worker that asking another costs more."""
-        return ask.prompt_tokens - 1 - decode.matched <= (self.rules.local_prefill_tokens or page)
-
-    def _senders(self, pool: Pool, prefillers: Rated, target: int) -> Ints:
-        """Indices of those that can send to it; pages of another size, which are slow, only after all others."""
-        order = prefillers.order
-        at = prefillers.at[order]
-        order = order[pool.fits[pool.kind[at], pool.kind[target]] & (at != target)]
-        other_page = pool.page[prefillers.at[order]] != pool.page[target]
-        sorted_by_page: Ints = order[np.argsort(other_page, kind="stable")]
-        return sorted_by_page
+        return ask.prompt_tokens - 1 - decode.matched <= (self.rules.local_prefill_tokens or decode.info.page_size)
 
     # --- what follows a decision ----------------------------------------------------------------------------------
 
@@ -377,3 +310,14 @@ def _pinned(family: Family, ask: Ask) -> bool:
     return (not ask.revision or family.revision == ask.revision) and (
         not ask.tokenizer or family.tokenizer == ask.tokenizer
     )
+
+
+def _senders(pool: Pool, prefillers: Rated, kind: int) -> Ints:
+    """Indices of those that can send to workers of that kind; pages of another size, which are slow, only after
+    all others."""
+    order = prefillers.order
+    order = order[pool.fits[pool.kind[prefillers.at[order]], kind]]
+    other_page = pool.page[prefillers.at[order]] != pool.kinds[kind].page_size
+    if other_page.any():
+        order = np.concatenate([order[~other_page], order[other_page]])
+    return order

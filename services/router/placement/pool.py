@@ -27,7 +27,7 @@ def state_name(info: engine_pb2.WorkerInfo) -> str:
 
 
 class Pool:
-    """Workers of one model, whatever their state. Arrays are by position in `workers`.
+    """Workers of one model, whatever their state, as they were when the pool was made. Arrays are by position.
 
     decode, prefill: positions of those that serve and generate, and of those that serve and prefill for others.
     """
@@ -35,13 +35,16 @@ class Pool:
     def __init__(self, model: str, workers: Iterable[Worker]) -> None:
         self.model = model
         self.workers = [worker for worker in workers if worker.family.model == model]
-        infos = [worker.info for worker in self.workers]
+        infos = self.infos = [worker.info for worker in self.workers]
         self.position = {info.worker_id: at for at, info in enumerate(infos)}
         self.slots = np.array([worker.slot for worker in self.workers], np.int64)
         self.serving = np.array([worker.serving for worker in self.workers], np.bool_)
         self.decode = np.array([at for at, i in enumerate(infos) if self.serving[at] and decodes(i)], np.int64)
         self.prefill = np.array([at for at, i in enumerate(infos) if self.serving[at] and can_prefill(i)], np.int64)
         self.unified = np.array([i.role == engine_pb2.WORKER_ROLE_UNIFIED for i in infos], np.bool_)
+        self.targets = [
+            engine_pb2.PrefillTarget(worker_id=i.worker_id, address=i.address, incarnation=i.incarnation) for i in infos
+        ]
         self.receives = [can_receive(info) for info in infos]
         self.context = np.array([i.max_model_len or 1 << 62 for i in infos], np.int64)
         self.page = np.array([max(1, i.page_size) for i in infos], np.int64)
@@ -62,7 +65,7 @@ class Pool:
 
     def absence(self) -> str:
         """Why nothing is placed here, in words, where no worker that generates serves."""
-        states = Counter(state_name(worker.info) for worker in self.workers if decodes(worker.info))
+        states = Counter(state_name(info) for info in self.infos if decodes(info))
         if not states:
             return f"no worker serves model {self.model!r} now"
         told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))

@@ -12,6 +12,7 @@ from kvmesh.errors import FailedPrecondition, NotFound, Unavailable
 from kvmesh.proto.v1 import engine_pb2
 from placement_kit import STEP, Mesh
 from services.router.fleet import Family
+from services.router.placement.explain import explain
 from services.router.placement.models import resolve_model
 from services.router.placement.pairs import can_send, charges
 from services.router.placement.placer import Rules
@@ -320,3 +321,58 @@ def test_more_of_the_prompt_and_less_load_never_ranks_lower(
         for at, lower in enumerate(ranking):
             for higher in ranking[:at]:
                 assert not (lower.matched > higher.matched and lower.load < higher.load), (lower, higher)
+
+
+# --- why ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_survey_tells_of_every_worker_why_it_is_where_it_is() -> None:
+    mesh = Mesh(STEADY).add("best", matched=3 * STEP, load=10, free=900).add("second", load=20)
+    mesh.add("failed").add("other", revision="r2", load=30).add("away", state=engine_pb2.WORKER_STATE_CORDONED)
+    mesh.add("short", max_model_len=64)
+    mesh.add("p", "prefill", load=5).add("p2", "prefill", load=50)
+    mesh.add("p-kv", "prefill", layout_fingerprint=b"l2").add("p-alone", "prefill", kvtransfer_address="")
+    ask = mesh.ask(exclude=frozenset({"failed"}))
+    mesh.placer.take("r", mesh.placer.place(ask)[0], ask)
+    survey = mesh.placer.survey(ask)
+    rows = {row.worker_id: row for row in explain(survey)}
+    assert {name: row.excluded for name, row in rows.items() if row.excluded} == {
+        "failed": "failed this request",
+        "away": "cordoned",
+        "short": "context too short",
+        "other": "another revision or tokenizer than the best worker's",
+        "p-kv": "KV of another layout",
+        "p-alone": "no sidecar",
+    }
+    assert all((row.rank == 0) == bool(row.excluded) for row in rows.values())
+    best = rows["best"]
+    assert (best.role, best.state, best.breaker) == ("decode", "serving", "closed")
+    assert (best.matched_tokens, best.load_tokens, best.credit_tokens) == (3 * STEP, 10, 3 * STEP + 4)
+    assert [pair.decode.worker_id for pair in survey.pairs] == sorted(
+        (n for n, r in rows.items() if r.role == "decode" and r.rank), key=lambda name: rows[name].rank
+    )
+    scores = [rows[pair.decode.worker_id].score for pair in survey.pairs]
+    assert scores == sorted(scores, reverse=True)
+    for row in rows.values():
+        if row.rank and row.role == "decode":
+            share = row.matched_tokens / ask.prompt_tokens
+            assert row.score == pytest.approx(share - row.relative_load - max(0.0, row.relative_load - 2.0))
+
+
+def test_a_survey_of_what_cannot_be_placed_tells_why_too() -> None:
+    mesh = Mesh().add("c", state=engine_pb2.WORKER_STATE_CORDONED).add("p", "prefill")
+    survey = mesh.placer.survey(mesh.ask())
+    assert isinstance(survey.error, Unavailable)
+    assert survey.pairs == []
+    row = explain(survey)[0]
+    assert (row.worker_id, row.rank, row.excluded) == ("c", 0, "cordoned")
+
+
+def test_a_survey_stays_as_it_was() -> None:
+    mesh = Mesh(STEADY).add("a", load=10, matched=STEP).add("b", load=20)
+    survey = mesh.placer.survey(mesh.ask())
+    before = explain(survey)
+    mesh.load("a", inflight_tokens=99)
+    mesh.leave("b")
+    mesh.add("c").add("d")
+    assert explain(survey) == before
