@@ -205,18 +205,57 @@ class RouterSettings(ServiceSettings):
         max_length=256,
         description='Names that stand for a model: "name=model", or "name" alone for what most workers serve.',
     )
+    classes: NameList = Field(
+        [],
+        max_length=64,
+        description='Aliases with two pools, chosen by complexity: "alias=small model|large model"; none by default.',
+    )
+    class_quality: float = Field(
+        default=0.97, gt=0, le=1, description="Part of the large pool's quality that classes must keep."
+    )
+    class_threshold: float | None = Field(
+        default=None, ge=0, le=1, description="Least probability for the small pool, in place of class_quality."
+    )
+    class_weights: Path | None = Field(
+        default=None, description="Classifier weights trained on your own labels; none = the package's."
+    )
+    class_unproven: bool = Field(
+        default=False, description="Use weights that did not meet the rule on held-out subjects all the same."
+    )
+    class_session_ttl_s: float = Field(
+        default=3600.0, gt=0, le=604_800, description="Seconds without a request after which a session's class ends."
+    )
+    class_feedback_file: Path | None = Field(
+        default=None, description="JSONL file of verdicts on classes (at most 2 x 64 MiB); none = only counted."
+    )
+    class_feedback_texts: bool = Field(default=False, description="Write prompts into that file too.")
 
     @model_validator(mode="after")
     def _named(self) -> RouterSettings:
         if any(not alias.partition("=")[0].strip() for alias in self.aliases):
             raise ValueError('an alias is "name" or "name=model"')
         self.semantic_rule_table  # noqa: B018 - raises for a rule that is none
+        self.class_pools  # noqa: B018 - raises for pools that are none
         return self
 
     @property
     def semantic_rule_table(self) -> tuple[SemanticRule, ...]:
         """`semantic_rules`, parsed."""
         return tuple(SemanticRule.parse(rule) for rule in self.semantic_rules)
+
+    @property
+    def class_pools(self) -> dict[str, tuple[str, str]]:
+        """Alias → small and large model; ValueError for an entry that is not "alias=small|large"."""
+        pools: dict[str, tuple[str, str]] = {}
+        for entry in self.classes:
+            alias, _, models = (part.strip() for part in entry.partition("="))
+            small, _, large = (part.strip() for part in models.partition("|"))
+            if not (alias and small and large) or "|" in large or small == large or alias in (small, large):
+                raise ValueError('a class is "alias=small model|large model", of three different names')
+            if alias in pools:
+                raise ValueError(f"the alias {alias!r} has classes twice")
+            pools[alias] = (small, large)
+        return pools
 
     @property
     def alias_map(self) -> dict[str, str]:

@@ -100,6 +100,13 @@ AUTH_FAILURES = _counter("auth_failures_total", "Calls refused by authentication
 # --- router --------------------------------------------------------------------------------------------------------
 ROUTER_DECISIONS = _counter("router_decisions_total", "Route answers, by kind.", "decision")
 ROUTER_WORKERS = _gauge("router_workers", "Workers attached, by role.", "role")
+CLASS_DECISIONS = _counter(
+    "router_class_decisions_total", "Classes decided for aliases, by pool and reason.", "alias", "pool", "reason"
+)
+CLASS_FEEDBACK = _counter("router_class_feedback_total", "Verdicts on answers of classes.", "pool", "verdict")
+CLASS_CALIBRATION = _gauge(
+    "router_class_calibration_gap", "Promised probability less the share of good answers, small pool, last verdicts."
+)
 CACHE_LOOKUPS = _counter("cache_lookups_total", "Cache look-ups, by cache and result.", "cache", "result")
 CACHE_ENTRIES = _gauge("cache_entries", "Entries in a cache.", "cache")
 REDIS_ERRORS = _counter("redis_errors_total", "Redis operations that failed or timed out.", "operation")
