@@ -63,6 +63,8 @@ class Job:
     cache_control: pb.CacheControl = field(default_factory=pb.CacheControl)
     user: str = ""
     session_id: str = ""
+    priority: int = 0
+    """Higher goes first on workers; what nobody waits for has less than 0."""
 
     async def retarget(self, model: str) -> None:
         """Become the same request for `model`. InvalidArgument and the like when it does not fit that one."""
@@ -120,6 +122,7 @@ class Job:
             ttft_ms=ttft_ms,
             total_ms=total_ms,
             exclude_workers=exclude,
+            priority=self.priority,
             user=self.user,
             session_id=self.session_id,
             cache_control=self.cache_control if self.cache_control.ByteSize() else None,
@@ -151,6 +154,7 @@ class Job:
             ttft_ms=max(1, ttft_ms),
             total_ms=max(1, total_ms),
             cache_salt=inner_salt(self.tenant, self.cache_salt),
+            priority=self.priority,
             first_choice=share.first_choice,
         )
 

@@ -21,7 +21,7 @@ from services.gateway.heals import Heals
 from services.gateway.job import Job, Progress
 from services.gateway.observe import Observer
 from services.gateway.placement import Decision, Placer
-from services.gateway.routers import Routers
+from services.gateway.routers import Replica, Routers
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ class Flights(Protocol):
 class Shadows(Protocol):
     """Asks again for answers that came from the semantic cache."""
 
-    def ask(self, job: Job, shadow_id: str, tenant: str) -> None:
-        """In the background; returns at once."""
+    def ask(self, job: Job, shadow_id: str, decided_by: Replica) -> None:
+        """In the background; returns at once. `decided_by`: the router that wants to know."""
 
 
 class Request:
@@ -280,8 +280,9 @@ class Request:
             [_REASONS.get(choice.finish_reason, "stop") for choice in answer.choices],
         )
         self._report(job, end)
-        if decision.shadow_id and self._shadows is not None:
-            self._shadows.ask(job, decision.shadow_id, job.tenant)
+        decided_by = self._progress.decided_by
+        if decision.shadow_id and self._shadows is not None and decided_by is not None:
+            self._shadows.ask(job, decision.shadow_id, decided_by)
         return end
 
     def _report(self, job: Job, end: End) -> None:
