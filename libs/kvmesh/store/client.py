@@ -73,6 +73,8 @@ class RedisStore:
         cluster = cluster or scheme.endswith(CLUSTER)
         options: dict[str, Any] = {"password": _password(password_file)}
         if ca_file is not None:
+            if not scheme.startswith("rediss"):
+                raise ValueError("a CA file goes with rediss://")
             with ca_file.open("rb"):
                 options["ssl_ca_certs"] = str(ca_file)
         url = f"{scheme.removesuffix(CLUSTER)}://{rest}" if rest else url

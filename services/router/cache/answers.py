@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
 from collections.abc import Collection
@@ -22,12 +21,16 @@ from services.router.cache.fingerprint import family_tag, model_tag
 from services.router.cache.indices import Indices
 from services.router.cache.policy import CachePlan, CacheRules, Mode
 from services.router.cache.tenants import MAX_TENANTS, TenantCounts, Tenants
+from services.router.match import DEFAULT, Rules
 from services.router.near.embedder import load_embedder
 from services.router.near.entries import Entry
 from services.router.near.nearcache import Candidate, NearCache, Origin
 
 NEAR_MAX_BYTES = 256 << 20
 STORE_TIMEOUT_S = 2.0
+UNGUARDED = Rules(guards=frozenset(), threshold=0.0)
+"""For tenants and models without guards: the threshold of the cosine alone decides."""
+
 STATS_PARALLEL = 16
 
 Served = Collection[tuple[str, str]]
@@ -218,7 +221,7 @@ class AnswerCache:
                 plan.tau,
                 budget_s,
                 max_age_s=plan.max_age_s,
-                judge=None if plan.guards else _unguarded,
+                rules=DEFAULT if plan.guards else UNGUARDED,
                 explain=explain,
             )
             answer = None
@@ -409,8 +412,3 @@ class AnswerCache:
         finally:
             if self.store is not None:
                 await self.store.close()
-
-
-def _unguarded(asked: str, remembered: str, cosine: float) -> tuple[str, float]:
-    """For tenants and models without guards: the threshold alone decides."""
-    return "", math.nan

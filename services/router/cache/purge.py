@@ -36,6 +36,9 @@ class Purges:
         self._clock = clock
         self._seen: deque[tuple[float, events.Purged]] = deque(maxlen=MAX_REMEMBERED)
 
+    def __len__(self) -> int:
+        return len(self._seen)
+
     def note(self, event: events.Event) -> None:
         """From this router or from another."""
         if isinstance(event, events.Purged):
