@@ -42,9 +42,12 @@ def request_limits(given: pb.Limits, rules: Rules, call_remaining_s: float | Non
     return RequestLimits(Deadline(now + min(ttft_s, total_s)), Deadline(now + total_s))
 
 
-def cache_mode(given: pb.CacheMode.ValueType, policy: Policy) -> pb.CacheMode.ValueType:
+def cache_mode(given: pb.CacheMode.ValueType, policy: Policy, *, user: str = "") -> pb.CacheMode.ValueType:
     """The weaker of what the request wants and what its tenant may have."""
     allowed = _POLICY_MODES[policy.cache]
+    if policy.cache_scope == "user" and not user:
+        # Nobody to share with.
+        return pb.CACHE_MODE_OFF
     if given == pb.CACHE_MODE_UNSPECIFIED:
         return allowed
     return min((given, allowed), key=_CACHE_STRENGTH.index)
@@ -62,6 +65,7 @@ class Preparer:
         """What can be said of a request before anything is spent on it."""
         validate.check_common(request)
         principal.policy.check_model(request.model)
+        principal.policy.check_controls(request.cache_control)
         if isinstance(request, pb.ChatRequest):
             validate.check_messages(request.messages, self._rules.max_prompt_bytes)
         elif request.WhichOneof("prompt") is None:
@@ -97,7 +101,7 @@ class Preparer:
         chat = isinstance(request, pb.ChatRequest)
         validate.check_token_ids(token_ids, bounds, field="messages" if chat else "prompt")
         sampling = validate.effective_sampling(request.sampling, len(token_ids), bounds)
-        cache = cache_mode(request.cache, principal.policy)
+        cache = cache_mode(request.cache, principal.policy, user=request.user)
         if sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs"):
             # Remembered answers hold no log-probabilities.
             cache = pb.CACHE_MODE_OFF
@@ -115,6 +119,9 @@ class Preparer:
             limits=limits,
             cache=cache,
             tau=principal.policy.tau,
+            cache_control=request.cache_control,
+            user=request.user,
+            session_id=request.session_id,
             cache_salt=request.cache_salt,
             messages=request.messages if isinstance(request, pb.ChatRequest) else (),
             prompt_text="" if isinstance(request, pb.ChatRequest) else request.text,

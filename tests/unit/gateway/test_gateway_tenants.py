@@ -67,7 +67,9 @@ async def test_the_tenant_comes_from_the_key_and_travels_inside(world: World, se
     for metadata in (None, bearer("wrong"), (("x-kvmesh-tenant", "a"),)):
         assert (await end_of(world.chat(metadata=metadata))).code() is grpc.StatusCode.UNAUTHENTICATED
     forged = (*bearer("key-a"), ("x-kvmesh-tenant", "b"))
-    assert text_of(await world.ask(metadata=forged)) == "hello"
+    assert (await end_of(world.chat(metadata=forged))).code() is grpc.StatusCode.PERMISSION_DENIED
+    assert not worker.tenants.items
+    assert text_of(await world.ask(metadata=bearer("key-a"))) == "hello"
     assert worker.tenants.items == ["a"]
     assert len(router.routes.items) == 1
     await router.reports.wait()
@@ -223,6 +225,21 @@ async def test_what_cannot_be_used_is_asked_again_without_the_cache(world: World
     await world.start()
     assert text_of(await world.ask()) == "hello"
     assert [request.cache for request in router.routes.items] == [pb.CACHE_MODE_SEMANTIC, pb.CACHE_MODE_OFF]
+
+
+async def test_cache_controls_reach_the_router_within_the_tenants_rights(world: World, secured: Any) -> None:
+    await world.worker()
+    router = await world.router()
+    await world.start(**secured)
+    key = bearer("key-a")
+    control = pb.CacheControl(no_store=True, max_age_s=60, tau=0.75)
+    await world.ask("x", metadata=key, cache_control=control, user="ann", session_id="one")
+    asked = router.routes.items[0]
+    assert (asked.cache_control, asked.user, asked.session_id) == (control, "ann", "one")
+    # 0.5 is what the tenant's own policy says.
+    below = world.chat("x", metadata=key, cache_control=pb.CacheControl(tau=0.4))
+    assert (await end_of(below)).code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(router.routes.items) == 1
 
 
 async def test_what_the_cache_key_is_made_of(world: World, secured: Any) -> None:

@@ -195,3 +195,31 @@ def test_a_request_never_widens_its_policy(policy: Any, wanted: Any) -> None:
     mode = cache_mode(wanted, Policy(cache=policy))
     assert strength.index(mode) <= strength.index(allowed)
     assert mode == allowed if wanted == pb.CACHE_MODE_UNSPECIFIED else strength.index(mode) <= strength.index(wanted)
+
+
+@pytest.mark.parametrize("wanted", pb.CacheMode.values())
+def test_a_scope_of_users_needs_a_user(wanted: Any) -> None:
+    policy = Policy(cache_scope="user")
+    assert cache_mode(wanted, policy) == pb.CACHE_MODE_OFF
+    assert cache_mode(wanted, policy, user="u") == cache_mode(wanted, Policy())
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("user", {"user": "u" * 129}),
+        ("user", {"user": "é" * 65}),
+        ("session_id", {"session_id": "s" * 129}),
+        ("cache_control.tau", {"cache_control": pb.CacheControl(tau=float("nan"))}),
+        ("cache_control.tau", {"cache_control": pb.CacheControl(tau=float("inf"))}),
+        ("cache_control.tau", {"cache_control": pb.CacheControl(tau=-0.1)}),
+        ("cache_control.tau", {"cache_control": pb.CacheControl(tau=1.1)}),
+        ("cache_control.only_if_cached", {"cache_control": pb.CacheControl(only_if_cached=True, no_cache=True)}),
+    ],
+)
+@pytest.mark.parametrize("kind", [pb.GenerateRequest, pb.ChatRequest])
+def test_what_a_request_says_of_the_cache_must_make_sense(kind: Any, field: str, fields: dict[str, Any]) -> None:
+    validate.check_common(kind(model="m", user="é" * 64, cache_control=pb.CacheControl(tau=1.0, no_store=True)))
+    with pytest.raises(InvalidArgument) as refused:
+        validate.check_common(kind(model="m", **fields))
+    assert refused.value.details["field"] == field
