@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 BLOCK_MS = 1000
 READ_TIMEOUT_S = 5.0
 RETRY_S = 0.2
+FAILED_S = 5.0
 LOADING_S = 0.02
 SCANNED_AT_ONCE = 256
 READ_AT_ONCE = 256
@@ -39,6 +41,8 @@ READ_BESIDE_REQUESTS = 32
 
 STALLED_S = 30.0
 """So long without progress, and a fresh router goes on with what it has."""
+
+_MEMBER = re.compile(rb"([0-9a-f]{32}) ([0-9a-f]{32})")
 
 
 class Gone(Exception):
@@ -127,6 +131,11 @@ class Replica:
                     await self._follow()
                 except Gone:
                     await asyncio.sleep(RETRY_S)
+                except Exception:
+                    # Whatever lies in Redis: it must not end the following of it.
+                    log.exception("the semantic cache's replica failed; it begins anew")
+                    self._last = b""
+                    await asyncio.sleep(FAILED_S)
         finally:
             watchdog.cancel()
 
@@ -178,8 +187,9 @@ class Replica:
             scan = functools.partial(_scan, key, cursor)
             cursor, found = await self._ask("near_scan", scan)
             now = time.time() * 1000
-            members = [member.split(b" ") for member, expires in found if expires > now]
-            names = [(tag.decode(), entry_id.decode()) for tag, entry_id in members]
+            matches = [_MEMBER.fullmatch(member) for member, expires in found if expires > now]
+            names = [(match[1].decode(), match[2].decode()) for match in matches if match is not None]
+            self.refused += matches.count(None)
             step = READ_BESIDE_REQUESTS if self.ready.is_set() else READ_AT_ONCE
             for start in range(0, len(names), step):
                 await self._entries(names[start : start + step], seen)
