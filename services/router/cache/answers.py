@@ -25,6 +25,7 @@ from services.router.match import DEFAULT, Rules
 from services.router.near.embedder import load_embedder
 from services.router.near.entries import Entry
 from services.router.near.nearcache import Candidate, NearCache, Origin
+from services.router.near.replica import Replica
 
 NEAR_MAX_BYTES = 256 << 20
 STORE_TIMEOUT_S = 2.0
@@ -84,8 +85,10 @@ class AnswerCache:
             self._epoch = EpochKeeper(store, self._purges.note)
             self._indices = Indices(store, self.exact, max_entries=tenant_entries, max_bytes=tenant_bytes)
             self._purger = purge.Purger(store, self._indices, self._epoch, self._purges, rules.secret)
+        self.replica: Replica | None = None
         if near is not None and store is not None:
             near.fetch = self._fetch
+            self.replica = Replica(store, near)
         self._forgetting: set[asyncio.Task[bool]] = set()
         self.exact_hits = 0
         self.near_hits = 0
@@ -137,11 +140,18 @@ class AnswerCache:
             self.near.start()
 
     async def run(self) -> None:
-        """Background loops: the breaker's probes, the epoch's changes. Runs until cancelled."""
+        """Background loops: the breaker's probes, epochs, what other replicas tell. Runs until cancelled."""
         if self.store is not None:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.store.watch(), name="redis-watch")
                 group.create_task(self._epoch.follow(), name="cache-epoch")
+                if self.replica is not None:
+                    group.create_task(self.replica.run(), name="near-replica")
+
+    async def rebuilt(self) -> None:
+        """Wait until memory holds what Redis holds, or there is nothing to wait for: the router is ready then."""
+        if self.replica is not None:
+            await self.replica.ready.wait()
 
     # --- one request ----------------------------------------------------------------------------------------------
 
@@ -390,6 +400,9 @@ class AnswerCache:
             semantic_hits=self.near_hits,
             misses=self.misses,
             entries=near.entries if near is not None else 0,
+            bytes=near.bytes if near is not None else 0,
+            partitions=near.partitions if near is not None else 0,
+            progress=self.replica.progress if self.replica is not None else 1.0,
             epoch=self.epoch,
             follows=self.follows,
         )
