@@ -128,11 +128,15 @@ class RouterService:
         )
 
     async def started(self) -> None:
-        """Start the loops; the router is fit to decide at once, caches join when they are there."""
+        """Start the loops. It decides from the start on, but is not ready before it knows what the others remember."""
         self.cache.start()
         tasks = self._context.tasks
         tasks.spawn(self.cache.run(), name="answer-cache")
         tasks.spawn(self._sweep(), name="fleet-sweep")
+        tasks.spawn(self._ready(), name="cache-ready")
+
+    async def _ready(self) -> None:
+        await self.cache.rebuilt()
         self._context.server.set_ready(True)
 
     async def _sweep(self) -> None:
