@@ -19,6 +19,7 @@ from services.router.near.embedder import HashEmbedder
 from services.router.near.entries import Entry
 from services.router.near.nearcache import NearCache, Origin
 from services.router.near.replica import Replica
+from test_cache_cluster import cluster  # noqa: F401
 
 EPOCH = 7
 
@@ -305,6 +306,18 @@ async def test_a_failure_of_any_kind_begins_anew(valkey: Valkey, monkeypatch: py
         async with asyncio.timeout(LIMIT_S):
             while two.replica.rebuilds < 2:
                 await asyncio.sleep(0.01)
+
+
+async def test_on_a_cluster(cluster: str) -> None:  # noqa: F811
+    async with node(cluster, ready=False) as one:
+        async with asyncio.timeout(LIMIT_S):
+            await one.store.up.wait()
+        await one.store.run("epoch", lambda client: client.set(keys.EPOCH, EPOCH), None, write=True)
+        await one.put("hello there")
+        async with node(cluster) as two:
+            assert await two.ask("hello there") == b"hello there"
+            await two.put("and back")
+            await one.learns("and back", b"and back")
 
 
 async def test_without_redis_a_router_is_ready_at_once() -> None:
