@@ -35,14 +35,12 @@ async def test_a_paraphrase_is_answered_from_the_semantic_cache(tmp_path: Path) 
         async def remembered() -> str:
             # On a busy machine the router may answer too late: the request is then placed without it and not reported.
             given, cache = await ask(mesh, "What is the capital of France?")
-            assert cache in ("miss", "semantic"), cache
+            assert cache in ("miss", "exact"), cache
             with contextlib.suppress(AssertionError):
                 await until(lambda: entries(), "the answer reported", timeout_s=2)
             return given if await entries() else ""
 
         await until(embedder_is_loaded, "the embedder", timeout_s=90)
-        # Without Redis the semantic cache must do it alone.
-        mesh.kill("redis")
         text = await until(remembered, "the answer remembered", timeout_s=90)
 
         async def hit() -> bool:
@@ -56,3 +54,6 @@ async def test_a_paraphrase_is_answered_from_the_semantic_cache(tmp_path: Path) 
         await until(hit, "a semantic hit", timeout_s=90)
         assert (await ask(mesh, "What is the capital of Germany?"))[1] == "miss"
         assert (await ask(mesh, "What is not the capital of France?"))[1] == "miss"
+        # With Redis gone nobody knows what was purged meanwhile: questions are answered, by workers.
+        mesh.kill("redis")
+        assert (await ask(mesh, "What is the capital of France?"))[1] in ("miss", "bypass")
