@@ -418,12 +418,7 @@ class Generation:
         pending: dict[int, pb.Delta] = {}
         prompts: list[engine_pb2.PromptLogprobs] = []
         for placed in list(self._parts.values()):
-            try:
-                items = placed.inbox.take()
-            except KvmeshError as error:
-                self._lost(placed, error)
-                continue
-            for item in items:
+            for item in placed.inbox.take():
                 if isinstance(item, engine_pb2.SequenceDelta):
                     self._feed(placed, item, pending)
                 elif isinstance(item, engine_pb2.PromptLogprobs):
@@ -432,6 +427,8 @@ class Generation:
                     self._scored = True
                 else:
                     self._finished(placed, item)
+            if placed.inbox.error is not None:
+                self._lost(placed, placed.inbox.error)
         for scored in prompts:
             await self._sink.prompt(
                 pb.PromptScored(logprobs=[self._output.name_tokens(entry) for entry in scored.logprobs])

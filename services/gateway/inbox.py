@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from kvmesh.errors import Internal, KvmeshError, Overloaded, Unavailable
 from kvmesh.proto.v1 import engine_pb2
-from kvmesh.rpc.status import from_frame
+from kvmesh.rpc.status import from_frame, is_retryable
 
 Item = engine_pb2.SequenceDelta | engine_pb2.PromptLogprobs | engine_pb2.WorkerFinished
 
@@ -31,7 +31,7 @@ class TokensMissing(Unavailable):
 class Inbox:
     """Bounded queue with one consumer. All methods are plain calls from the event loop; none waits.
 
-    The first failure wins and drops what was buffered: a request that is healed has those tokens computed again.
+    The first failure wins. What was buffered before one that another worker can make good is right, and stays.
     `on_failure` is called once, at once, from within the failing call, so that a consumer stuck in a write to its
     client does not keep a worker busy. `max_tokens` and `max_bytes` bound what is buffered and not yet taken.
 
@@ -110,8 +110,9 @@ class Inbox:
         if self.error is not None:
             return
         self.error = error
-        self._items.clear()
-        self._tokens = self._bytes = 0
+        if isinstance(error, Overloaded) or not is_retryable(error):
+            self._items.clear()
+            self._tokens = self._bytes = 0
         self._wake.set()
         self._on_failure(error)
 
@@ -127,9 +128,7 @@ class Inbox:
 
     # --- consumer
     def take(self) -> list[Item]:
-        """Everything that has come since the last call, maybe nothing; raises the failure of the attempt."""
-        if self.error is not None:
-            raise self.error
+        """Everything that has come since the last call, maybe nothing. With `error` set, nothing follows."""
         items = list(self._items)
         self._items.clear()
         self._tokens = self._bytes = 0

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from kvmesh.errors import KvmeshError
+from kvmesh.errors import Internal, KvmeshError, WorkerLost
 from kvmesh.proto.v1 import engine_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
-from services.gateway.inbox import Inbox, SlowReader
+from services.gateway.inbox import Inbox, SlowReader, TokensMissing
 
 
 def scores(entries: int) -> engine_pb2.PromptLogprobs:
@@ -33,5 +33,37 @@ async def test_the_scores_of_a_long_prompt_are_no_slow_reader() -> None:
     inbox.delta(engine_pb2.SequenceDelta(request_id="r", token_ids=[1]))
     (failure,) = failures
     assert isinstance(failure, SlowReader)
-    with pytest.raises(SlowReader):
-        inbox.take()
+    assert inbox.error is failure
+    assert inbox.take() == []
+
+
+async def test_what_came_before_a_loss_stays_and_what_came_before_an_error_does_not() -> None:
+    delta = engine_pb2.SequenceDelta(request_id="r", token_ids=[1])
+    for error, kept in ((WorkerLost("gone"), [delta]), (Internal("wrong"), []), (SlowReader("slow"), [])):
+        inbox = Inbox(positions={0: 0}, max_tokens=16, max_bytes=4096, on_failure=lambda _: None, wake=asyncio.Event())
+        inbox.delta(delta)
+        inbox.fail(error)
+        inbox.delta(engine_pb2.SequenceDelta(request_id="r", token_ids=[2], first_position=1))
+        inbox.fail(Internal("later"))
+        assert inbox.take() == kept
+        assert inbox.error is error
+
+
+@pytest.mark.parametrize(
+    ("first", "ids", "taken"), [(3, [1, 2], [1, 2]), (1, [8, 9, 1, 2], [1, 2]), (0, [7, 8, 9], None), (4, [1], None)]
+)
+async def test_positions(first: int, ids: list[int], taken: list[int] | None) -> None:
+    inbox = Inbox(positions={2: 3}, max_tokens=16, max_bytes=4096, on_failure=lambda _: None, wake=asyncio.Event())
+    logprobs = [pb.TokenLogprob(token_id=token) for token in ids]
+    inbox.delta(engine_pb2.SequenceDelta(choice=2, first_position=first, token_ids=ids, logprobs=logprobs))
+    items = inbox.take()
+    assert isinstance(inbox.error, TokensMissing) == (first > 3)
+    if taken is None:
+        assert not items
+    else:
+        (item,) = items
+        assert isinstance(item, engine_pb2.SequenceDelta)
+        assert (item.first_position, list(item.token_ids)) == (3, taken)
+        assert [entry.token_id for entry in item.logprobs] == taken
+    inbox.delta(engine_pb2.SequenceDelta(choice=0, first_position=0, token_ids=[1]))
+    assert inbox.error is not None
