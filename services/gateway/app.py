@@ -13,9 +13,13 @@ from kvmesh.rpc.credentials import Credentials
 from kvmesh.rpc.guard import Access
 from kvmesh.rpc.limits import Deadline
 from kvmesh.rpc.service import ServiceContext
+from kvmesh.store.client import RedisStore
+from kvmesh.store.flights import FlightStore
 from services.gateway import static
 from services.gateway.fairqueue import FairQueue
 from services.gateway.fleet import Fleet
+from services.gateway.flights import Flights
+from services.gateway.flights.view import SharedGenerations
 from services.gateway.generation import RequestSettings
 from services.gateway.heals import Heals
 from services.gateway.link import WorkerLink
@@ -24,6 +28,7 @@ from services.gateway.prepare import Preparer, Rules
 from services.gateway.registry import Registry
 from services.gateway.routers import Routers
 from services.gateway.service import InferenceServicer
+from services.gateway.shadow import Shadows, crowded
 from services.gateway.tokenizers import TokenizerStore
 
 log = logging.getLogger(__name__)
@@ -31,6 +36,8 @@ log = logging.getLogger(__name__)
 SERVICE_NAME = "kvmesh.v1.Inference"
 # Of the drain: what the last terminal events get to reach their clients.
 LAST_WORD_S = 1.0
+# Nothing that a client waits for waits for Redis here.
+REDIS_TIMEOUT_S = 0.5
 
 
 class Gateway:
@@ -80,21 +87,34 @@ class Gateway:
             max_prompt_tokens=settings.max_prompt_tokens,
             max_choices=settings.max_choices,
         )
+        request_settings = RequestSettings(
+            first_metadata_s=settings.first_metadata_s,
+            buffer_tokens=settings.request_buffer_tokens,
+            buffer_bytes=settings.request_buffer_bytes,
+            max_attempts=settings.max_attempts,
+        )
+        self.redis = _redis(settings)
+        flight_store = FlightStore(self.redis, self.gateway_id) if self.redis is not None else None
+        self.flights = Flights(flight_store, context.tasks)
         servicer = InferenceServicer(
             credentials=Credentials(settings.credentials_file),
             preparer=Preparer(self.fleet, self.tokenizers, rules),
             rules=rules,
-            request_settings=RequestSettings(
-                first_metadata_s=settings.first_metadata_s,
-                buffer_tokens=settings.request_buffer_tokens,
-                buffer_bytes=settings.request_buffer_bytes,
-                max_attempts=settings.max_attempts,
-            ),
+            request_settings=request_settings,
             registry=self.registry,
             placer=self.placer,
             routers=self.routers,
             heals=self.heals,
             fleet=self.fleet,
+            flights=SharedGenerations(self.flights, settings.total_limit_s),
+            shadows=Shadows(
+                placer=self.placer,
+                routers=self.routers,
+                heals=self.heals,
+                settings=request_settings,
+                tasks=context.tasks,
+                busy=lambda model: self.queue.waiting(model) or crowded(self.fleet.links(model)),
+            ),
         )
         context.server.add(
             inference_pb2_grpc.add_InferenceServicer_to_server,
@@ -124,6 +144,9 @@ class Gateway:
     async def started(self) -> None:
         """Load the tokenizer, then follow the fleet; readiness follows the workers."""
         await self.tokenizers.preload()
+        if self.redis is not None:
+            self._context.tasks.spawn(self.redis.watch(), name="redis-watch")
+        self.flights.start()
         self.routers.watch(self.fleet)
         if self._settings.workers:
             self._context.tasks.spawn(
@@ -137,16 +160,33 @@ class Gateway:
             )
 
     async def drain(self, deadline: Deadline) -> None:
-        """Running requests finish by themselves; what still runs near the deadline gets its terminal error."""
+        """Running requests finish by themselves; what still runs near the deadline gets its terminal error, and what
+        other gateways follow is theirs to go on with."""
         log.info("%d request(s) running, %d waiting", len(self.registry), len(self.queue))
+        self.flights.drain()
         left = deadline.remaining()
         if not await self.registry.wait_idle(left - min(LAST_WORD_S, left / 2)):
             self.registry.stop_all(lambda: Unavailable("this gateway is stopping"))
+        await self.flights.close(deadline.remaining() / 2)
 
     async def close(self) -> None:
-        """Close the links to workers and routers."""
+        """Close the links to workers, routers and Redis."""
         self.fleet.close()
         await self.routers.close()
+        if self.redis is not None:
+            await self.redis.close()
+
+
+def _redis(settings: GatewaySettings) -> RedisStore | None:
+    if not settings.redis_url:
+        return None
+    return RedisStore(
+        settings.redis_url,
+        timeout_s=REDIS_TIMEOUT_S,
+        password_file=settings.redis_password_file,
+        ca_file=settings.redis_ca_file,
+        cluster=settings.redis_cluster,
+    )
 
 
 async def build(context: ServiceContext[GatewaySettings]) -> Gateway:

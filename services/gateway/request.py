@@ -52,6 +52,10 @@ class Runnable(Protocol):
 class Flights(Protocol):
     """Generations that several requests share."""
 
+    @property
+    def enabled(self) -> bool:
+        """Whether a request may lead or follow now."""
+
     def lead(self, request: Request, job: Job, progress: Progress, decision: Decision) -> Runnable:
         """The view of a flight that begins with this request; `decision.lead` names it."""
 
@@ -188,7 +192,7 @@ class Request:
 
     async def _serve(self, job: Job) -> End:
         """An answer from wherever it is to be had."""
-        flights = self._flights
+        flights = self._flights if self._flights is not None and self._flights.enabled else None
         while True:
             decision = await self._decide(job, flights=flights is not None)
             if decision.answer is not None:

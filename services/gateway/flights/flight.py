@@ -297,7 +297,8 @@ class Flight:
                         self._lost()
                         return
                     heard, renewed = now, True
-                    fresh = now - self._joined_at < self._pace.give_up_s
+                    # It shows itself a moment after it has told us.
+                    fresh = now - self._joined_at < self._pace.renew_s
                     self._followers = max(answer.followers, int(fresh))
                 elif now - heard > self._pace.give_up_s:
                     # Nobody can have followed for so long.
