@@ -100,6 +100,7 @@ class Routing:
     ) -> router_pb2.CachedAnswer | None:
         """A complete answer to this request: the same one's, or a similar one's."""
         if not plan.read:
+            self._cache.missed(plan)
             return None
         until = time.monotonic() + (
             MAX_CACHE_S if remaining_s is None else min(MAX_CACHE_S, remaining_s - PLACEMENT_RESERVE_S)

@@ -94,8 +94,8 @@ class RedisStore:
         """Set while Redis is thought to answer; as of the loop that runs `watch`."""
 
         self.on_connect: list[Callable[[Any], Awaitable[None]]] = []
-        """Called with the client before Redis is used again after an absence; one that raises a RedisError or the
-        like, or takes long, keeps it away."""
+        """Called with the client before Redis is used again after an absence; one that raises or takes long keeps it
+        away."""
 
     @property
     def ok(self) -> bool:

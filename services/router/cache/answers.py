@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -90,10 +91,10 @@ class AnswerCache:
             near.fetch = self._fetch
             self.replica = Replica(store, near)
         self._forgetting: set[asyncio.Task[bool]] = set()
-        self.exact_hits = 0
-        self.near_hits = 0
-        self.follows = 0
-        self.misses = 0
+        self.lookups: Counter[str] = Counter()
+        """Requests by what they got: `exact`, `semantic`, `follow`, `miss`, `bypass`."""
+        self.refusals: Counter[str] = Counter()
+        """Near questions above the threshold that were refused, by what refused them."""
 
     @classmethod
     def from_settings(cls, settings: RouterSettings, *, route_policy: str = "") -> AnswerCache:
@@ -160,21 +161,30 @@ class AnswerCache:
         return policy.plan(request, tenant, self.rules, self.epoch)
 
     async def exact_or_flight(
-        self, plan: CachePlan, served: Served, *, gateway_id: str = "", fly: bool = True, budget_s: float
+        self,
+        plan: CachePlan,
+        served: Served,
+        *,
+        gateway_id: str = "",
+        fly: bool = True,
+        budget_s: float,
+        count: bool = True,
     ) -> ExactOutcome:
         """The remembered answer; else the flight to follow or to lead. Takes no longer than `budget_s` seconds by
-        much, never raises. Whoever leads and then cannot have the answer calls `end_flight`."""
+        much, never raises. Whoever leads and then cannot have the answer calls `end_flight`. Trials do not `count`."""
         fly = fly and plan.fly
         if self.exact is None or plan.mode < Mode.EXACT or not (plan.read or fly):
             return ExactOutcome("skipped")
         with tracing.span(names.SPAN_CACHE_EXACT) as span:
             outcome = await self._exact_or_flight(self.exact, plan, served, gateway_id, fly, budget_s)
             span.set_attribute(names.ATTR_CACHE, outcome.kind)
-        metrics.counter(names.CACHE_LOOKUPS).labels("exact", outcome.kind).inc()
-        if outcome.kind == "hit":
-            self.exact_hits += 1
-            self._counts(plan).hits += 1
-        self.follows += outcome.kind == "follow"
+        if count:
+            metrics.counter(names.CACHE_LOOKUPS).labels("exact", outcome.kind).inc()
+            if outcome.kind == "hit":
+                self.lookups["exact"] += 1
+                self._counts(plan).hits += 1
+            elif outcome.kind == "follow":
+                self.lookups["follow"] += 1
         return outcome
 
     async def _exact_or_flight(
@@ -219,7 +229,7 @@ class AnswerCache:
         return ExactOutcome("miss")
 
     async def near_answer(
-        self, plan: CachePlan, served: Served, *, budget_s: float, explain: bool = False
+        self, plan: CachePlan, served: Served, *, budget_s: float, explain: bool = False, count: bool = True
     ) -> NearAnswer:
         """A similar question's answer, within `budget_s` seconds; never raises. While Redis is away there is none: what
         was purged meanwhile is not known."""
@@ -246,10 +256,14 @@ class AnswerCache:
                 )
                 result = result if answer is not None else "miss"
             span.set_attribute(names.ATTR_CACHE, result)
-        metrics.counter(names.CACHE_LOOKUPS).labels("semantic", result).inc()
-        if answer is not None:
-            self.near_hits += 1
-            self._counts(plan).hits += 1
+        if count:
+            metrics.counter(names.CACHE_LOOKUPS).labels("semantic", result).inc()
+            if answer is not None:
+                self.lookups["semantic"] += 1
+                self._counts(plan).hits += 1
+            for candidate in candidates:
+                if candidate.guard and candidate.similarity >= plan.tau:
+                    self.refusals[candidate.guard] += 1
         return NearAnswer(result, answer, candidates)
 
     async def _fetch(self, entry: Entry, timeout_s: float) -> bytes | None:
@@ -262,10 +276,12 @@ class AnswerCache:
         return None if joined.kind == "skipped" else joined.body
 
     def missed(self, plan: CachePlan) -> None:
-        """Count a request that asked the caches for nothing."""
-        if plan.mode > Mode.OFF:
-            self.misses += 1
+        """Count a request that goes to a worker: a miss, or one that did not ask."""
+        if plan.read:
+            self.lookups["miss"] += 1
             self._counts(plan).misses += 1
+        else:
+            self.lookups["bypass"] += 1
 
     async def store_answer(
         self,
@@ -396,15 +412,15 @@ class AnswerCache:
         return router_pb2.CacheStatus(
             redis_ok=self.store is not None and self.store.ok,
             embedder=embedder,
-            exact_hits=self.exact_hits,
-            semantic_hits=self.near_hits,
-            misses=self.misses,
+            exact_hits=self.lookups["exact"],
+            semantic_hits=self.lookups["semantic"],
+            misses=self.lookups["miss"],
             entries=near.entries if near is not None else 0,
             bytes=near.bytes if near is not None else 0,
             partitions=near.partitions if near is not None else 0,
             progress=self.replica.progress if self.replica is not None else 1.0,
             epoch=self.epoch,
-            follows=self.follows,
+            follows=self.lookups["follow"],
         )
 
     def _forget_here(self, event: events.Purged) -> None:

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from redis.exceptions import ResponseError
+
 from kvmesh.store import RedisStore, Script, events, keys
 
 log = logging.getLogger(__name__)
@@ -47,7 +49,11 @@ class EpochKeeper:
     async def _connected(self, client: Any) -> None:
         self._learn(await _EPOCH(client, [keys.EPOCH], [self.value, 0]))
         if self._last is None:
-            newest = await client.xrevrange(keys.EVENTS, count=1)
+            try:
+                newest = await client.xrevrange(keys.EVENTS, count=1)
+            except ResponseError:
+                # Not a stream. The epoch is then read each second, and purges are this replica's own.
+                return
             self._last = newest[0][0] if newest else b"0-0"
 
     def _learn(self, value: object) -> None:

@@ -277,6 +277,33 @@ async def test_foreign_members_are_passed_over(cache: AnswerCache, redis: Any) -
     assert await left(cache) == {"u:a", "u:b"}
 
 
+async def test_a_stream_that_is_none_keeps_nobody_from_the_cache(valkey: Valkey, redis: Any) -> None:
+    redis.set(keys.EVENTS, "no stream")
+    async with exact_cache(valkey.url) as cache:
+        await fill(cache)
+        assert await left(cache) == ALL
+        # A purge that the others do not hear of has not been done.
+        with pytest.raises(Unavailable):
+            await cache.purge(tenant="t")
+        await cache.purge(everything=True)
+        assert await left(cache) == set()
+
+
+async def test_counts_by_outcome(cache: AnswerCache) -> None:
+    await keep(cache)
+    await look(cache)
+    await look(cache, "lead", fly=True)
+    await look(cache, "lead", fly=True)
+    cache.missed(cache.plan(route_request("x"), "t"))
+    cache.missed(cache.plan(route_request("x", exclude_workers=["w"]), "t"))
+    assert dict(cache.lookups) == {"exact": 1, "follow": 1, "miss": 1, "bypass": 1}
+    plan = cache.plan(route_request("q"), "t")
+    assert (await cache.exact_or_flight(plan, BOTH, fly=False, budget_s=10.0, count=False)).kind == "hit"
+    assert cache.lookups["exact"] == 1, "a trial"
+    status = cache.status()
+    assert (status.exact_hits, status.follows, status.misses, status.epoch) == (1, 1, 1, cache.epoch)
+
+
 async def test_counts_by_tenant(cache: AnswerCache) -> None:
     await fill(cache)
     await look(cache, "a", "t")
