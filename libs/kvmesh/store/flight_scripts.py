@@ -68,16 +68,17 @@ END = Script(
     "flight_end",
     _NOW
     + """
--- KEYS pointer state frames; ARGV flight gateway token hand_over linger_ms frame...
+-- KEYS pointer state frames; ARGV flight gateway token how linger_ms frame...; how: finished failed free
 local state = state_of(KEYS[2])
 local token = tonumber(ARGV[3])
 if state.ended or (state.token and (state.token ~= token or state.gateway ~= ARGV[2])) then return 'lost' end
 for i = 6, #ARGV do redis.call('XADD', KEYS[3], '*', 'f', ARGV[i]) end
 -- Handed over, the token is nobody's: what we may still have on the way is refused.
-redis.call('HSET', KEYS[2], 'token', ARGV[3], 'gateway', ARGV[4] == '1' and '' or ARGV[2], 'until', 0)
-if ARGV[4] ~= '1' then redis.call('HSET', KEYS[2], 'ended', '1') end
+redis.call('HSET', KEYS[2], 'token', ARGV[3], 'gateway', ARGV[4] == 'free' and '' or ARGV[2], 'until', 0)
+if ARGV[4] ~= 'free' then redis.call('HSET', KEYS[2], 'ended', '1') end
 redis.call('PEXPIRE', KEYS[2], ARGV[5])
 redis.call('PEXPIRE', KEYS[3], ARGV[5])
+if ARGV[4] == 'finished' then return 'ok' end
 local named_token, named_flight = named(redis.call('GET', KEYS[1]))
 if named_flight == ARGV[1] and named_token == token then redis.call('DEL', KEYS[1]) end
 return 'ok'

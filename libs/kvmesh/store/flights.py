@@ -48,6 +48,11 @@ Standing = Literal["led", "free", "ended", "taken", "spent"]
 """`free`: nobody leads. `spent`: nobody leads, and nobody may any more."""
 
 
+How = Literal["finished", "failed", "free"]
+"""How a flight is ended. The pointer of a finished one is left to the router, which takes it away in the step in which
+it stores the answer: a request that comes in between follows, and is told all."""
+
+
 class Renewed(NamedTuple):
     """Whether the lease holds, and how many gateways follow."""
 
@@ -146,14 +151,12 @@ class FlightStore:
         )
         return None if reply is None else _appended(reply)
 
-    async def end(
-        self, ref: FlightRef, token: int, frames: Sequence[bytes] = (), *, hand_over: bool = False
-    ) -> bool | None:
-        """End the flight, or (`hand_over`) our part in it: a follower may take over at once. False when we lost it."""
+    async def end(self, ref: FlightRef, token: int, how: How, frames: Sequence[bytes] = ()) -> bool | None:
+        """End the flight, or (`free`) our part in it: a follower may take over at once. False when we lost it."""
         reply = await self._store.script(
             END,
             [ref.keys.pointer, ref.state, ref.frames],
-            [ref.flight_id, self._gateway, token, int(hand_over), LINGER_MS, *frames],
+            [ref.flight_id, self._gateway, token, how, LINGER_MS, *frames],
             write=True,
         )
         return None if reply is None else _text(reply) == "ok"

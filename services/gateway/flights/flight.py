@@ -415,7 +415,7 @@ class Flight:
                 self._generate(self._members[0])
                 return True
             # Its end was in the frames, or everybody left meanwhile.
-            await self._store.end(self.ref, held.token, hand_over=self.log.finished is None)
+            await self._store.end(self.ref, held.token, "free" if self.log.finished is None else "finished")
             return True
         if held.standing in ("ended", "spent"):
             await self._read_on()

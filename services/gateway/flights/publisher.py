@@ -6,7 +6,7 @@ from kvmesh.errors import KvmeshError
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.status import to_frame
-from kvmesh.store.flights import Appended, FlightRef, FlightStore
+from kvmesh.store.flights import Appended, FlightRef, FlightStore, How
 from services.gateway.flights.log import FlightLog, Reader
 
 FRAME_TOKENS = 8192
@@ -58,7 +58,8 @@ class Publisher:
         """Write the rest and the end of a whole answer. False when Redis does not take it now."""
         if (said := await self.publish()) != "ok":
             return said == "lost"
-        return await self._store.end(self._ref, self._token, [self._frame(finished=finished)]) is not None
+        frames = [self._frame(finished=finished)]
+        return await self._store.end(self._ref, self._token, "finished", frames) is not None
 
     async def fail(self, error: KvmeshError, *, hand_over: bool, followed: bool) -> bool:
         """Write the end without an answer: everybody's, or (`hand_over`) only ours. False when Redis does not take it.
@@ -66,8 +67,9 @@ class Publisher:
         What is out and not yet written is told before a handover, so that the next leader has less to compute anew;
         nothing is where nobody follows.
         """
+        how: How = "free" if hand_over else "failed"
         if not followed and not self.begun:
-            return await self._store.end(self._ref, self._token, hand_over=hand_over) is not None
+            return await self._store.end(self._ref, self._token, how) is not None
         if hand_over and await self.publish() == "lost":
             return True
         frame = to_frame(error)
@@ -75,7 +77,7 @@ class Publisher:
             code=frame.code, reason=frame.reason, message=frame.message, retryable=hand_over or frame.retryable
         )
         frames = [self._frame(error=given)]
-        return await self._store.end(self._ref, self._token, frames, hand_over=hand_over) is not None
+        return await self._store.end(self._ref, self._token, how, frames) is not None
 
     def _next(self) -> list[bytes]:
         frames: list[bytes] = []

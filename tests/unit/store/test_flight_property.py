@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from flight_kit import Valkey, begin, connected, fresh_ref
 from kvmesh.proto.v1 import router_pb2
-from kvmesh.store.flights import FIRST, MAX_TAKEOVERS, FlightStore
+from kvmesh.store.flights import FIRST, MAX_TAKEOVERS, FlightStore, How
 
 LEASE_MS = 3000
 GATEWAYS = "abcd"
@@ -70,13 +70,13 @@ def machine(runner: asyncio.Runner, redis: Any) -> type[RuleBasedStateMachine]:
             if got == "ok":
                 self.frames += [(token, name)] * count
 
-        @rule(name=names, hand_over=st.booleans())
-        def end(self, name: str, hand_over: bool) -> None:
-            got = runner.run(self.stores[name].end(self.ref, self.token_of(name), hand_over=hand_over))
+        @rule(name=names, how=st.sampled_from(["finished", "failed", "free"]))
+        def end(self, name: str, how: How) -> None:
+            got = runner.run(self.stores[name].end(self.ref, self.token_of(name), how))
             assert got == self.leads(name)
             if got:
-                self.ended, self.until = not hand_over, 0
-                self.leader = "" if hand_over else name
+                self.ended, self.until = how != "free", 0
+                self.leader = "" if how == "free" else name
 
         @rule(name=names)
         def keep(self, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from typing import Literal
 
 import pytest
 import pytest_asyncio
@@ -107,7 +108,7 @@ async def test_one_follower_takes_over_and_the_old_leader_is_refused(gateways: G
     # The leader that was only slow is heard no more, whatever it does.
     assert await gateways.a.append(ref, token, [frame(token, "stale")], begun=True) == "lost"
     assert await gateways.a.renew(ref, token) == Renewed(False, 0)
-    assert await gateways.a.end(ref, token, [frame(token, "stale")]) is False
+    assert await gateways.a.end(ref, token, "failed", [frame(token, "stale")]) is False
     new = gateways.b if taken[0].gateway == "b" else gateways.c
     assert await new.append(ref, token + 1, [frame(token + 1, "new")], begun=True) == "ok"
     assert await texts(gateways.a, ref) == ["old", "new"]
@@ -136,16 +137,20 @@ async def test_followers_count_while_they_show_themselves(gateways: Gateways) ->
     assert await gateways.a.renew(ref, token) == Renewed(True, 0)
 
 
-async def test_an_ended_flight_is_taken_by_nobody_and_its_frames_stay_a_while(gateways: Gateways) -> None:
+@pytest.mark.parametrize("how", ["finished", "failed"])
+async def test_an_ended_flight_is_taken_by_nobody_and_its_frames_stay_a_while(
+    gateways: Gateways, how: Literal["finished", "failed"]
+) -> None:
     ref = fresh_ref()
     token = await begin(gateways.redis, ref, "a")
     await gateways.a.renew(ref, token)
-    assert await gateways.a.end(ref, token, [frame(token, "end")]) is True
+    assert await gateways.a.end(ref, token, how, [frame(token, "end")]) is True
     gateways.later(LEASE_MS + 1)
     assert await gateways.b.keep(ref) == Held("ended", token, "a")
     assert await gateways.b.take_over(ref, token) == Held("ended", token, "a")
     assert await texts(gateways.b, ref) == ["end"]
-    assert await gateways.redis.run("get", lambda client: client.get(ref.keys.pointer), b"?") is None
+    pointer = await gateways.redis.run("get", lambda client: client.get(ref.keys.pointer), b"?")
+    assert (pointer is None) == (how == "failed"), "a finished one's is the router's to take away"
     assert await gateways.a.append(ref, token, [frame(token)], begun=True) == "lost"
 
 
@@ -154,7 +159,7 @@ async def test_a_flight_handed_over_is_free_at_once_and_not_its_old_leaders(gate
     token = await begin(gateways.redis, ref, "a")
     await gateways.a.renew(ref, token)
     await gateways.b.keep(ref)
-    assert await gateways.a.end(ref, token, [frame(token, "over")], hand_over=True) is True
+    assert await gateways.a.end(ref, token, "free", [frame(token, "over")]) is True
     assert await gateways.a.append(ref, token, [frame(token, "late")], begun=True) == "lost"
     assert await gateways.a.renew(ref, token) == Renewed(False, 0)
     assert await gateways.b.take_over(ref, token) == Held("taken", token + 1, "b")
@@ -252,7 +257,7 @@ async def test_without_redis_there_are_no_answers_and_no_errors() -> None:
         assert await store.keep(ref) is None
         assert await store.take_over(ref, 1) is None
         assert await store.read({ref: FIRST}) is None
-        assert await store.end(ref, 1) is None
+        assert await store.end(ref, 1, "failed") is None
         assert await store.inbox("0-0", 0.01) == ([], "0-0")
         await store.join(ref, "b")
         await store.leave(ref)
