@@ -229,7 +229,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
 
     def __init__(self, workers: Sequence[FakeWorker] = ()) -> None:
         self.workers = list(workers)
-        self.routes, self.reports, self.watches = Log(), Log(), Log()
+        self.routes, self.reports, self.watches, self.shadows = Log(), Log(), Log(), Log()
         self.decide: Callable[[router_pb2.RouteRequest], Awaitable[router_pb2.RouteResponse]] | None = None
         self.aliases: dict[str, str] = {}
         self.address = ""
@@ -271,6 +271,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
         yield router_pb2.AttachResponse(router_id="fake")
 
     async def ReportShadow(self, request: Any, context: Any) -> router_pb2.ReportShadowResponse:
+        self.shadows.add(request)
         return router_pb2.ReportShadowResponse()
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[router_pb2.WatchResponse]:
