@@ -18,6 +18,8 @@ from services.gateway.link import LinkState, WorkerLink
 log = logging.getLogger(__name__)
 
 GENERATING = (engine_pb2.WORKER_ROLE_DECODE, engine_pb2.WORKER_ROLE_UNIFIED)
+# States in which a worker counts as one of its model's, though it may take no request now.
+THERE = (engine_pb2.WORKER_STATE_SERVING, engine_pb2.WORKER_STATE_STALLED, engine_pb2.WORKER_STATE_CORDONED)
 # Where no router says which aliases there are: alias → model, "" = what most workers serve.
 ALIASES = {"auto": ""}
 
@@ -225,7 +227,7 @@ class Fleet:
         found: dict[str, pb.Model] = {}
         for member in self._members.values():
             info = member.info
-            if info.state not in (engine_pb2.WORKER_STATE_SERVING, engine_pb2.WORKER_STATE_STALLED):
+            if info.state not in THERE:
                 continue
             model = found.get(info.model)
             if model is None:

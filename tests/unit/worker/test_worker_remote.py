@@ -188,6 +188,17 @@ async def test_a_sidecar_lost_in_the_middle_ends_in_local_prefill() -> None:
         await m.all_back()
 
 
+async def test_prefill_tells_routers_of_the_prompts_it_took() -> None:
+    """Else their credit for it would last until its time is over, and show a load that has long been computed."""
+    async with mesh() as m:
+        seen: list[str] = []
+        m.prefill.worker.routers.on_seen = seen.append  # type: ignore[union-attr, method-assign]
+        answer = await m.submit(prompt(90), sampling=sampling(6), request_id="mine")
+        await answer.wait()
+        assert seen == ["mine"]
+        await m.all_back()
+
+
 async def test_prefill_without_its_sidecar_is_not_serving_and_refuses() -> None:
     async with mesh() as m:
         link: Any = m.prefill.worker.ctx.link
