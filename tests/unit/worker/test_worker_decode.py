@@ -15,7 +15,7 @@ from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.proto.v1 import engine_pb2_grpc, inference_pb2
 from kvmesh.rpc.limits import Deadline
 from kvmesh.rpc.status import from_rpc_error
-from worker_harness import Gateway, prompt, running, sampling, until
+from worker_harness import Answer, Gateway, prompt, running, sampling, until
 
 
 def expected(tokens: list[int], max_tokens: int, seed: int = 1, choice: int = 0) -> list[int]:
@@ -51,11 +51,22 @@ async def test_a_healed_request_goes_on_where_it_was() -> None:
         tokens = prompt(40)
         whole = expected(tokens, 12)
         request = gateway.request(tokens + whole[:5], prompt_len=40, sampling=sampling(12), attempt=1)
-        answer = await gateway.submit(request)
-        answer.tokens[0] = whole[:5]
-        await answer.wait()
+        answer = gateway.answers[request.request_id, 1] = Answer(tokens={0: whole[:5]})
+        await (await gateway.submit(request)).wait()
         assert answer.tokens == {0: whole}
         assert answer.gaps == 0
+
+
+async def test_a_healed_choice_keeps_its_number() -> None:
+    async with running() as worker, Gateway(worker) as gateway:
+        tokens = prompt(40)
+        for output in ([], expected(tokens, 12, choice=2)[:5]):
+            request = gateway.request(tokens + output, prompt_len=40, sampling=sampling(12), attempt=3, first_choice=2)
+            answer = gateway.answers[request.request_id, 3] = Answer(tokens={2: list(output)})
+            await (await gateway.submit(request)).wait()
+            assert answer.tokens == {2: expected(tokens, 12, choice=2)}
+            assert answer.gaps == 0
+            assert answer.finished.completion_tokens == 12 - len(output)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +96,8 @@ async def test_a_healed_request_goes_on_where_it_was() -> None:
         ({"sampling": sampling(logprobs=21)}, "INVALID_ARGUMENT", "sampling.logprobs"),
         ({"sampling": sampling(logit_bias={600: 1.0})}, "INVALID_ARGUMENT", "sampling.logit_bias"),
         ({"sampling": sampling(stop_token_ids=[600])}, "INVALID_ARGUMENT", "sampling.stop_token_ids"),
+        ({"first_choice": 16}, "INVALID_ARGUMENT", "first_choice"),
+        ({"first_choice": 14, "sampling": sampling(n=3)}, "INVALID_ARGUMENT", "first_choice"),
         ({"sampling": sampling(min_tokens=9)}, "INVALID_ARGUMENT", "sampling.min_tokens"),
     ],
 )

@@ -105,6 +105,8 @@ def check_submit(request: pb.SubmitRequest, limits: ModelLimits) -> SamplingPara
         raise refuse("sampling.max_tokens", f"{length - prompt_len} tokens are output already")
     if length > prompt_len and choices_run(request.sampling) > 1:
         raise refuse("prompt_len", "output can only be replayed for a single choice")
+    if request.first_choice + choices_run(request.sampling) > MAX_CHOICES:
+        raise refuse("first_choice", f"choices are numbered below {MAX_CHOICES}, got {request.first_choice}")
     if sampling.prompt_logprobs is not None:
         if not limits.prompt_logprobs:
             raise refuse("sampling.prompt_logprobs", "served by workers of role unified only")
