@@ -53,11 +53,13 @@ class PacedWorker:
 
     async def _run(self, request: engine_pb2.SubmitRequest) -> None:
         at = len(request.token_ids) - request.prompt_len
+        choices = range(request.first_choice, request.first_choice + request.sampling.best_of)
         while at < len(self.ids):
             while at < min(self._allowed, len(self.ids)):
                 last = at + 1 == len(self.ids)
                 fields: dict[str, Any] = {"finish_reason": pb.FINISH_REASON_STOP, "stop_token_id": EOS} if last else {}
-                self.worker.tokens(request, [self.ids[at]], at, **fields)
+                for choice in choices:
+                    self.worker.tokens(request, [self.ids[at]], at, choice, **fields)
                 at += 1
             if at < len(self.ids):
                 await self._change.wait()
@@ -282,6 +284,28 @@ def expire(world: World, request_id: str) -> None:
     """The total limit of a request runs out."""
     ((_, request),) = [item for item in world.gateway.registry._running.items() if item[0][1] == request_id]
     request._expire("total")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("best_of", "replayed"), [(2, 41), (3, 0)])
+async def test_several_choices_are_taken_over_too(mesh: Mesh, best_of: int, replayed: int) -> None:
+    sampling = {"n": 2, "best_of": best_of, "temperature": 1.0, "seed": 3}
+    leader = mesh.worlds[0].chat("same", sampling=sampling)
+    await mesh.worker.submits.wait()
+    call = mesh.worlds[1].chat("same", sampling=sampling)
+    mesh.paced.allow(41)
+    assert (await next_event(call)).HasField("accepted")
+    # Of best_of nothing is shown before its end: it is computed anew, and is the same.
+    await mesh.seen(1, 2 * replayed)
+    await mesh.kill(0)
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        await end_of(leader)
+    await mesh.lapse()
+    submits = await mesh.worker.submits.wait(2 if best_of == 3 else 3)
+    assert [len(submit.token_ids) - submit.prompt_len for submit in submits[1:]] == [replayed] * (len(submits) - 1)
+    mesh.paced.allow()
+    events = await rest(call)
+    assert [text_of(events, choice) for choice in (0, 1)] == [TEXT, TEXT]
+    assert events[-1].finished.usage.completion_tokens == 2 * len(mesh.paced.ids)
 
 
 async def test_a_followers_limits_and_abort_are_its_own(mesh: Mesh) -> None:
