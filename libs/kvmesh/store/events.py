@@ -1,17 +1,25 @@
 """Entries of the stream `keys.EVENTS`, which every replica of the semantic cache follows.
 
-Fields of a stream entry (bytes to bytes); an `add` without its `kind` is also what the hash `keys.entry` holds:
+Fields of a stream entry (bytes to bytes):
 
-    kind=add    id (16 bytes) partition (32) tag exact (hex) text (UTF-8) prompt (16 or none) vector (float32, little
-                endian) embedder tenant (tag, hex) model (tag, hex) family (tag, hex) epoch expires_ms (since 1970)
+    kind=add    entry = a packed `Added`, which is also the string at `keys.entry`
     kind=purge  what = `id` | `tenant` | `model` | `family`; value = hex id or tag; at_ms (since 1970)
     kind=epoch  epoch = the new one: everything older is void
+
+A packed `Added`, integers big endian:
+
+    magic "kE\\x01", epoch (u64), expires (u64 ms since 1970), id (16), partition (32), tag (16), exact (32), tenant tag
+    (16), model tag (16), family (8), bytes of embedder (u8), prompt (u8), vector (u16) and text (u32), then those four:
+    UTF-8, 0 or 16 bytes, float32 little endian, UTF-8
+
+One field, not thirteen: a replica that starts reads 10^5 of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+import struct
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -23,7 +31,8 @@ MAX_NUMBER_DIGITS = 16
 Fields = dict[bytes, bytes]
 What = Literal["id", "tenant", "model", "family"]
 _HEX = re.compile(rb"[0-9a-f]+")
-_LENGTHS = {"tag": 32, "exact": 64, "tenant": 32, "model": 32, "family": 16}
+_HEAD = struct.Struct(">3sQQ16s32s16s32s16s16s8sBBHI")
+MAGIC = b"kE\x01"
 _VALUE_LENGTHS = {"id": 32, "tenant": 32, "model": 32, "family": 16}
 
 
@@ -46,46 +55,46 @@ class Added:
     epoch: int
     expires_ms: int
 
-    def to_fields(self) -> Fields:
-        """As the hash holds it; an event has `kind` besides (`encode`)."""
-        return {
-            b"id": self.entry_id,
-            b"partition": self.partition,
-            b"tag": self.tag.encode(),
-            b"exact": self.exact.encode(),
-            b"text": self.text.encode(),
-            b"prompt": self.prompt,
-            b"vector": self.vector,
-            b"embedder": self.embedder.encode(),
-            b"tenant": self.tenant.encode(),
-            b"model": self.model.encode(),
-            b"family": self.family.encode(),
-            b"epoch": b"%d" % self.epoch,
-            b"expires_ms": b"%d" % self.expires_ms,
-        }
+    def pack(self) -> bytes:
+        """See the head of this file. Raises ValueError or struct.error for what cannot be one."""
+        tails = (self.embedder.encode(), self.prompt, self.vector, self.text.encode())
+        tags = [bytes.fromhex(tag) for tag in (self.tag, self.exact, self.tenant, self.model, self.family)]
+        head = _HEAD.pack(
+            MAGIC, self.epoch, self.expires_ms, self.entry_id, self.partition, *tags, *(len(tail) for tail in tails)
+        )
+        return b"".join((head, *tails))
 
     @classmethod
-    def from_fields(cls, fields: Mapping[bytes, bytes]) -> Added:
-        """Raises ValueError or KeyError for what is not an entry; the vector's numbers are the reader's to check."""
-        entry_id, partition = fields[b"id"], fields[b"partition"]
-        prompt, vector = fields[b"prompt"], fields[b"vector"]
-        if len(entry_id) != 16 or len(partition) != 32 or len(prompt) not in (0, 16):
-            raise ValueError("an id, a partition or a prompt digest of another length")
-        if not vector or len(vector) % 4 or len(vector) > 4 * MAX_DIM:
+    def unpack(cls, data: object) -> Added:
+        """Raises ValueError for what is not an entry; the vector's numbers are the reader's to check."""
+        if not isinstance(data, bytes) or len(data) < _HEAD.size:
+            raise ValueError("too short for an entry")
+        magic, epoch, expires_ms, entry_id, partition, *rest = _HEAD.unpack_from(data)
+        lengths = rest[5:]
+        if magic != MAGIC or len(data) != _HEAD.size + sum(lengths):
+            raise ValueError("not an entry, or not a whole one")
+        embedder_bytes, prompt_bytes, vector_bytes, text_bytes = lengths
+        if embedder_bytes > MAX_EMBEDDER_BYTES or prompt_bytes not in (0, 16) or text_bytes > MAX_TEXT_BYTES:
+            raise ValueError("a field of another length")
+        if not vector_bytes or vector_bytes % 4 or vector_bytes > 4 * MAX_DIM:
             raise ValueError("a vector of another length")
-        if len(fields[b"text"]) > MAX_TEXT_BYTES or len(fields[b"embedder"]) > MAX_EMBEDDER_BYTES:
-            raise ValueError("a text that is too long")
-        tags = {name: _hex(fields[name.encode()], length) for name, length in _LENGTHS.items()}
+        ends = list(itertools.accumulate(lengths, initial=_HEAD.size))
+        embedder, prompt, vector, text = (data[start:end] for start, end in itertools.pairwise(ends))
+        tag, exact, tenant, model, family = (value.hex() for value in rest[:5])
         return cls(
             entry_id=entry_id,
             partition=partition,
-            text=fields[b"text"].decode(),
+            tag=tag,
+            exact=exact,
+            text=text.decode(),
             prompt=prompt,
             vector=vector,
-            embedder=fields[b"embedder"].decode(),
-            epoch=_number(fields[b"epoch"]),
-            expires_ms=_number(fields[b"expires_ms"]),
-            **tags,
+            embedder=embedder.decode(),
+            tenant=tenant,
+            model=model,
+            family=family,
+            epoch=epoch,
+            expires_ms=expires_ms,
         )
 
 
@@ -116,7 +125,7 @@ Event = Added | Purged | Epoch
 def encode(event: Event) -> Fields:
     """Fields for XADD."""
     if isinstance(event, Added):
-        return {b"kind": b"add", **event.to_fields()}
+        return {b"kind": b"add", b"entry": event.pack()}
     if isinstance(event, Purged):
         fields = {b"kind": b"purge", b"what": event.what.encode(), b"value": event.value.encode()}
         return fields | {b"at_ms": b"%d" % event.at_ms}
@@ -130,7 +139,7 @@ def decode(fields: object) -> Event | None:
     try:
         kind = fields[b"kind"]
         if kind == b"add":
-            return Added.from_fields(fields)
+            return Added.unpack(fields[b"entry"])
         if kind == b"purge":
             what = fields[b"what"].decode()
             return Purged(cast(What, what), _hex(fields[b"value"], _VALUE_LENGTHS[what]), _number(fields[b"at_ms"]))

@@ -9,7 +9,7 @@ digits of the whole request), all under the slot of `{tag}`:
     kvmesh:{tag}:n:<exact>     string  counter of fencing tokens; never falls while anybody can hold a token
     kvmesh:{tag}:s:<flight id> stream  frames of a flight (field `f` = protobuf `FlightFrame`)
     kvmesh:{tag}:j:<flight id> any     who is in the flight; its form is `flights`' own
-    kvmesh:{tag}:e:<entry id>  hash    a semantic entry (fields of an `add` event); expires with its answer
+    kvmesh:{tag}:e:<entry id>  string  a semantic entry (a packed `events.Added`); expires with its answer
 
 `Flight.key` of the protocol is `kvmesh:{tag}:` + exact, from which `FlightKeys.parse` makes all the others.
 

@@ -95,10 +95,7 @@ class Replica:
 
         async def write(client: Any) -> bool:
             # First what the event and the index lead to. In a cluster the three lie on different nodes.
-            pipe = client.pipeline(transaction=False)
-            pipe.hset(entry, mapping=added.to_fields())
-            pipe.pexpireat(entry, origin.expires_ms)
-            await pipe.execute()
+            await client.set(entry, added.pack(), pxat=origin.expires_ms)
             pipe = client.pipeline(transaction=False)
             pipe.zremrangebyscore(shard, "-inf", int(time.time() * 1000))
             pipe.zadd(shard, {f"{origin.tag} {entry_id}": origin.expires_ms})
@@ -201,24 +198,21 @@ class Replica:
         async def read(client: Any) -> list[Any]:
             pipe = client.pipeline(transaction=False)
             for tag, entry_id in names:
-                pipe.hgetall(keys.entry(tag, entry_id))
+                pipe.get(keys.entry(tag, entry_id))
             return list(await pipe.execute(raise_on_error=False))
 
-        hashes = await self._ask("near_entries", read)
-        added = [event for fields in hashes if (event := self._entry(fields)) is not None]
+        packed = await self._ask("near_entries", read)
+        added = [event for data in packed if (event := self._entry(data)) is not None]
         seen.update(event.entry_id for event in added)
         await self._take(added)
 
-    def _entry(self, fields: object) -> events.Added | None:
-        if not isinstance(fields, dict):
-            self.refused += 1
-            return None
-        if not fields:
+    def _entry(self, data: object) -> events.Added | None:
+        if data is None:
             # Its answer went before the index did.
             return None
         try:
-            return events.Added.from_fields(fields)
-        except (KeyError, ValueError):
+            return events.Added.unpack(data)
+        except ValueError:
             self.refused += 1
             log.warning("a corrupt entry of the semantic cache in redis is left out")
             return None

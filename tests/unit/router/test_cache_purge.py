@@ -356,8 +356,11 @@ def test_events_that_are_none_are_skipped() -> None:
         assert events.decode(good | {name: b"\xff" * 70_000}) is None
     for fields in ({}, None, {b"kind": b"new"}, {b"kind": b"purge", b"what": b"all", b"value": b"x", b"at_ms": b"1"}):
         assert events.decode(fields) is None
-    for name, value in ((b"epoch", b"-1"), (b"epoch", b"1" * 17), (b"vector", b"123"), (b"tag", b"G" * 32)):
-        assert events.decode(good | {name: value}) is None
+    packed = good[b"entry"]
+    for bad in (packed[:-1], packed + b"x", b"kE\2" + packed[3:], packed[:-3] + b"\xff\xff\xff"):
+        assert events.decode(good | {b"entry": bad}) is None
+    for value in (b"-1", b"1" * 17, b""):
+        assert events.decode({b"kind": b"epoch", b"epoch": value}) is None
     entry = added()
     assert events.Purged("id", entry.entry_id.hex(), 0).hits(entry)
     assert events.Purged("family", entry.family, 0).hits(entry)

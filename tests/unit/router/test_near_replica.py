@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -214,12 +215,15 @@ async def test_corrupt_entries_are_left_out(valkey: Valkey) -> None:
         good = [await one.put(text) for text in ("first one", "second one", "third one", "fourth one", "fifth one")]
         names = [keys.entry(origin.tag, origin.entry_id.hex()) for origin in good]
         nan = np.full(HashEmbedder.dim, np.nan, dtype="<f4").tobytes()
-        client.hset(names[0], "vector", nan)
-        client.hset(names[1], "vector", b"\1" * 7)
-        client.hset(names[2], "vector", np.ones(8, dtype="<f4").tobytes())
-        client.hset(names[3], "epoch", "9" * 16)
+        packed = [client.get(name) for name in names]
+        entries = [events.Added.unpack(each) for each in packed]
+        client.set(names[0], dataclasses.replace(entries[0], vector=nan).pack())
+        client.set(names[1], packed[1][:-1])
+        short = np.eye(8, dtype="<f4")[0].tobytes()
+        client.set(names[2], dataclasses.replace(entries[2], vector=short).pack())
+        client.set(names[3], dataclasses.replace(entries[3], epoch=1 << 60).pack())
         client.delete(names[4])
-        client.set(names[4], "of another type")
+        client.hset(names[4], "of", "another type")
         await one.put("a good one")
         client.zadd(keys.vector_index(0, EPOCH), {"nonsense": 1e15, "a b c": 1e15})
     client.xadd(keys.EVENTS, {"kind": "add", "id": "x"})
@@ -229,19 +233,42 @@ async def test_corrupt_entries_are_left_out(valkey: Valkey) -> None:
         assert (two.cache.entries, two.replica.epoch) == (1, EPOCH)
         assert two.replica.refused >= 4
         # The same while following.
-        spoiled = events.encode(
-            events.Added(
-                b"s" * 16, b"p" * 32, "a" * 32, "e" * 64, "spoiled", b"", nan, "hash-1", "b" * 32, "c" * 32, "d" * 16,
-                EPOCH, int(1e15),
-            )
-        )  # fmt: skip
-        client.xadd(keys.EVENTS, spoiled)
-        client.xadd(keys.EVENTS, spoiled | {b"embedder": b"another", b"vector": np.eye(384, dtype="<f4")[0].tobytes()})
+        spoiled = dataclasses.replace(entries[0], entry_id=b"s" * 16, text="spoiled", vector=nan)
+        foreign = dataclasses.replace(spoiled, embedder="another", vector=np.eye(384, dtype="<f4")[0].tobytes())
+        for event in (spoiled, foreign):
+            client.xadd(keys.EVENTS, events.encode(event))
+        client.xadd(keys.EVENTS, {"kind": "add", "entry": spoiled.pack()[:-1]})
         client.xadd(keys.EVENTS, {"kind": "purge", "what": "everything"})
         await two.put("another good one")
         await two.learns("another good one", b"another good one")
         assert await two.ask("spoiled") is None
         assert await two.ask("a good one") == b"a good one"
+
+
+def test_an_entry_packs_and_unpacks() -> None:
+    added = events.Added(
+        entry_id=b"i" * 16, partition=b"p" * 32, tag="0a" * 16, exact="0b" * 32, text="naïve?", prompt=b"r" * 16,
+        vector=b"\0" * 1536, embedder="minilm-12", tenant="0c" * 16, model="0d" * 16, family="0e" * 8, epoch=7,
+        expires_ms=1_700_000_000_000,
+    )  # fmt: skip
+    packed = added.pack()
+    assert events.Added.unpack(packed) == added
+    assert events.decode(events.encode(added)) == added
+    for bad in (
+        b"",
+        packed[:-1],
+        packed + b"x",
+        b"kE\2" + packed[3:],
+        packed[:-3] + b"\xff\xff\xff",
+        None,
+        7,
+        [packed],
+    ):
+        with pytest.raises(ValueError, match=r"entry|decode"):
+            events.Added.unpack(bad)
+    for wrong in ({"vector": b""}, {"vector": b"x" * 5}, {"prompt": b"r"}, {"text": "x" * 70_000}):
+        with pytest.raises(ValueError, match="another length"):
+            events.Added.unpack(dataclasses.replace(added, **wrong).pack())  # type: ignore[arg-type]
 
 
 async def test_a_trimmed_stream_is_noticed(valkey: Valkey) -> None:
