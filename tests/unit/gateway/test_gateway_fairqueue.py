@@ -21,8 +21,16 @@ def link(*, seats: int = 1, pages: int = 10_000, worker_id: str = "w") -> Any:
     return SimpleNamespace(info=info, accepting=True, load=engine_pb2.WorkerLoad(free_pages=pages), seats=made)
 
 
-def enter(queue: FairQueue, tenant: str, cost: int = 10, tokens: int = 10, eligible: Any = lambda link: True) -> Ticket:
-    return queue.enter(tenant, "m", cost=cost, tokens=tokens, eligible=eligible)
+def enter(
+    queue: FairQueue,
+    tenant: str,
+    cost: int = 10,
+    tokens: int = 10,
+    eligible: Any = lambda link: True,
+    *,
+    ahead: bool = False,
+) -> Ticket:
+    return queue.enter(tenant, "m", cost=cost, tokens=tokens, eligible=eligible, ahead=ahead)
 
 
 def released(tickets: list[Ticket]) -> list[Ticket]:
@@ -159,3 +167,35 @@ def test_seats_learn_from_refusals() -> None:
     seats.refused()
     # A worker that runs nothing must be asked again, or the line would never move.
     assert seats.free == 1
+
+
+async def test_what_ran_before_goes_ahead_in_the_order_of_its_coming() -> None:
+    queue = FairQueue(4)
+    fresh = [enter(queue, tenant) for tenant in "aabb"]
+    assert queue.waiting("m")
+    assert not queue.waiting("m", ahead=True)
+    # The line is full for what has not begun, not for these.
+    ahead = [enter(queue, tenant, cost=1000, ahead=True) for tenant in "bab"]
+    assert queue.waiting("m", ahead=True)
+    with pytest.raises(Overloaded):
+        enter(queue, "c")
+    order = serve_all(queue, fresh + ahead)
+    assert order[:3] == ahead
+    # What went ahead is charged to its tenant: b has had twice as much.
+    assert [ticket.tenant for ticket in order[3:]] == ["a", "a", "b", "b"]
+    assert not len(queue)
+
+
+async def test_a_turn_that_was_none_keeps_its_place_behind_those_ahead() -> None:
+    queue = FairQueue(10)
+    fresh = [enter(queue, "a") for _ in range(2)]
+    worker = link()
+    queue.offer(worker)
+    assert fresh[0].turn.done()
+    first, second = (enter(queue, "a", ahead=True) for _ in range(2))
+    queue.reenter(fresh[0])
+    full = link()
+    queue.offer(full)
+    assert first.turn.done()
+    queue.reenter(first)
+    assert serve_all(queue, [*fresh, first, second]) == [first, second, *fresh]
