@@ -263,6 +263,8 @@ class Generation:
         for placed in list(self._parts.values()):
             self._release(placed)
         answer = self._output.answer(self._revision, len(self._job.token_ids)) if self._job.may_store else None
+        if answer is not None:
+            answer.model = self._job.served if self._last is None else self._last.model
         return End(self.usage, self.served, self._output.finish_reasons, answer)
 
     def _over(self) -> bool:

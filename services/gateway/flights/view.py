@@ -66,6 +66,7 @@ class View:
         self._flight: Flight | None = None
         self._member: Member | None = None
         self._error: KvmeshError | None = None
+        self._prompt_tokens = len(job.token_ids)
         self._tokens = 0
 
     def stop(self, error: KvmeshError) -> None:
@@ -80,7 +81,7 @@ class View:
     @property
     def usage(self) -> pb.Usage:
         """What this client has been sent."""
-        return pb.Usage(prompt_tokens=len(self._job.token_ids), completion_tokens=self._tokens)
+        return pb.Usage(prompt_tokens=self._prompt_tokens, completion_tokens=self._tokens)
 
     async def run(self) -> End | None:
         """See `request.Runnable`."""
@@ -120,13 +121,15 @@ class View:
 
     async def _read(self, flight: Flight, reader: Reader) -> End:
         opened = await self._opened(reader)
+        # An alias may stand for another model there than here: the prompt is the same, its tokens are that one's.
+        self._prompt_tokens = opened.prompt_tokens
         await self._request.accepted(
             pb.Accepted(
                 request_id=self._job.request_id,
                 model=opened.model,
                 revision=opened.revision,
                 seed=opened.seed,
-                prompt_tokens=len(self._job.token_ids),
+                prompt_tokens=opened.prompt_tokens,
             )
         )
         while deltas := await reader.get():

@@ -220,6 +220,7 @@ async def test_fifty_identical_requests_over_three_gateways(mesh: Mesh) -> None:
     (leading,) = [report for report in reports if report.HasField("flight")]
     assert leading.flight == mesh.decider.flights[0]
     assert leading.answer.choices[0].text == TEXT
+    assert (leading.answer.model, leading.answer.revision) == (MODEL, "rev-1")
     assert not any(report.HasField("answer") for report in reports if report is not leading)
     assert {report.code for report in reports} == {0}
     for world in mesh.worlds:
