@@ -93,7 +93,13 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
     try:
         await worker.start()
         gateway = Process(
-            "gateway", tmp_path, model="scripted", workers=worker.address, heartbeat_s=2, drain_timeout_s=60
+            "gateway",
+            tmp_path,
+            model="scripted",
+            workers=worker.address,
+            heartbeat_s=2,
+            drain_timeout_s=60,
+            heal_wait_s=90,
         )
         # Ends with the test as well.
         await gateway.start()
@@ -113,20 +119,21 @@ async def test_serves_without_a_router_and_heals_after_its_worker_was_killed(pai
         assert stream.finished.served.degraded
         assert stream.finished.usage.completion_tokens <= 5
 
-        running = client.chat([("user", "hello")], max_tokens=500, ignore_eos=True)
+        whole = await client.chat([("user", "hello")], max_tokens=100, ignore_eos=True, seed=2).result()
+        running = client.chat([("user", "hello")], max_tokens=100, ignore_eos=True, seed=2)
         async for event in running:
             if event.HasField("delta"):
                 break
         await pair.worker.end(signal.SIGKILL)
-        async for _ in running:
-            pass
-        assert running.error is not None
-        assert (running.error.reason, running.error.retryable) == ("WORKER_LOST", True)
         await wait_health(pair.gateway.address, False)
         with pytest.raises(Unavailable):
             await client.chat([("user", "hello")]).result()
 
+        # What had begun waits for the worker, and goes on where it was.
         await pair.worker.restart()
+        assert await running.result() == whole
+        assert running.finished is not None
+        assert running.finished.served.heals == 1
         await wait_health(pair.gateway.address, True)
         assert await client.chat([("user", "hello")], max_tokens=5, seed=1, temperature=0.0).result() == first
 
