@@ -53,15 +53,15 @@ _ORDER = _words(
     r"nimm|nutze|verwende|benutze|bitte|utilise[rz]?|utilisez|emploie|usa|utiliza",
 )
 _SETTING = re.compile(r"[=:\[\]<>{}#]")
-# A setting in brackets, or a line of its own, wherever it stands.
+# A setting in brackets or tags, or a bare one, wherever it stands.
 _KEY = r"(?:model|tier|pool|rout(?:e|er|ing)|complexity|difficulty|class|effort|reasoning|level)"
 _DIRECTIVE = re.compile(
-    rf"[\[<{{(]{{1,2}}\W{{0,3}}/?[\w -]{{0,24}}\b{_KEY}\b[^\]>}})\n]{{0,60}}[\]>}})]{{1,2}}"
-    rf"|<{_KEY}>[^<\n]{{0,40}}</{_KEY}>"
-    rf"|(?m:^|(?<=\s))[\"'#/-]{{0,3}}{_KEY}[\"']?\s{{0,2}}[:=]\s{{0,2}}[\"']?[\w.-]{{1,32}}[\"']?",
+    rf"<{_KEY}>[^<\n]{{0,40}}</{_KEY}>"
+    rf"|[\[<{{(]{{1,2}}\W{{0,3}}[\w -]{{0,24}}\b{_KEY}\b[^\]>}})\n]{{0,60}}[\]>}})]{{1,2}}"
+    r"|(?m:^|(?<=\s))[\"'#/-]{0,3}(?:model|tier|pool|route|complexity|difficulty)[\"']?\s{0,2}[:=]\s{0,2}[\"']?[\w.-]{1,32}"
+    r"[\"']?",
     re.IGNORECASE,
 )
-_DIRECTED = re.compile(r"[:=/]|small|large|strong|weak|easy|hard|high|low", re.IGNORECASE)
 _SENTENCE = re.compile(r"[^.!?\n。！？]*(?:[.!?。！？]+(?=\s|$|[^\s\w])|[.!?。！？]|\n|$)")
 _WORD = re.compile(r"\w+")
 
@@ -86,9 +86,13 @@ def speaks_to_router(sentence: str) -> bool:
     return words <= _MAX_CLAIM_WORDS and _CLAIM.search(sentence) is not None and _SELF.search(sentence) is not None
 
 
+def _directs(setting: str) -> bool:
+    return any(words.search(setting) for words in (_HOW, _CLAIM, _PRODUCT))
+
+
 def neutral(text: str) -> str:
     """`text`, cut, without sentences that speak to the router; as it is (but cut) where nothing else would be left."""
     text = cut(text)
-    bare = _DIRECTIVE.sub(lambda m: "" if _DIRECTED.search(m[0]) else m[0], text)
+    bare = _DIRECTIVE.sub(lambda m: "" if _directs(m[0]) else m[0], text)
     left = "".join(s for s in _SENTENCE.findall(bare) if not speaks_to_router(s)).strip()
     return left if _WORD.search(left) else text

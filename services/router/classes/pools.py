@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -93,9 +94,22 @@ class Classes:
         """Alias → large model: what an alias stands for where nothing can be asked."""
         return {alias: pools.large for alias, pools in self._pools.items()}
 
+    @property
+    def version(self) -> str:
+        """Changes with whatever decides which model answers for an alias; "" without classes."""
+        if not self._pools or self._weights is None:
+            return ""
+        told = repr((sorted(self._pools.items()), self.threshold, self._weights.bias, self._weights.w_e.tolist()))
+        return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+
     def has(self, alias: str) -> bool:
         """Whether a name is an alias with classes."""
         return alias in self._pools
+
+    def models(self, alias: str) -> tuple[str, ...]:
+        """What an alias may stand for, the large model first; empty where it has no classes."""
+        pools = self._pools.get(alias)
+        return (pools.large, pools.small) if pools is not None else ()
 
     @staticmethod
     def reading(text: str) -> str:
