@@ -29,6 +29,12 @@ def valkey() -> Iterator[Valkey]:
     server.close()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease outlives any pause of a busy machine."""
+    monkeypatch.setattr(exact, "LEASE_MS", 60_000)
+
+
 @pytest.fixture
 def redis(valkey: Valkey) -> Iterator[Any]:
     client = valkey.client()

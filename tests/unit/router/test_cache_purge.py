@@ -13,7 +13,7 @@ from kvmesh.errors import InvalidArgument, Unavailable
 from kvmesh.store import events, keys
 from router_harness import Valkey, until
 from router_helpers import full_answer, route_request
-from services.router.cache import epoch
+from services.router.cache import epoch, exact
 from services.router.cache.answers import AnswerCache
 from services.router.cache.exact import Head
 from services.router.cache.fingerprint import family_tag, model_tag
@@ -28,6 +28,12 @@ def valkey() -> Iterator[Valkey]:
     server = Valkey()
     yield server
     server.close()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease outlives any pause of a busy machine."""
+    monkeypatch.setattr(exact, "LEASE_MS", 60_000)
 
 
 @pytest.fixture

@@ -17,7 +17,9 @@ from kvmesh.proto.v1 import inference_pb2, router_pb2
 from kvmesh.store import RedisStore, client
 from kvmesh.telemetry import metrics, names
 from router_harness import LIMIT_S, AttachedWorker, Router, SlowProxy, Valkey, running_router, until
-from router_helpers import chat, full_answer, route_request, worker_info
+from router_helpers import chat, full_answer, worker_info
+from router_helpers import route_request as flying_request
+from services.router.cache import exact
 from services.router.cache.answers import AnswerCache
 from services.router.cache.fingerprint import NOT_COMPARED
 from services.router.cache.policy import CacheRules, Mode
@@ -25,11 +27,22 @@ from services.router.near.embedder import HashEmbedder
 from services.router.near.nearcache import NearCache
 
 
+def route_request(text: str = "What is the capital of France?", **fields: Any) -> router_pb2.RouteRequest:
+    """One that neither leads nor follows: what these tests place is not always reported."""
+    return flying_request(text, **({"no_flight": True} | fields))
+
+
 @pytest.fixture(scope="module")
 def valkey() -> Iterator[Valkey]:
     server = Valkey()
     yield server
     server.close()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease outlives any pause of a busy machine."""
+    monkeypatch.setattr(exact, "LEASE_MS", 60_000)
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +157,26 @@ async def test_a_report_counts_once_and_only_for_its_decision(valkey: Valkey) ->
         await router.report(report)
         assert (await router.route(route_request())).answer.choices[0].text == "Paris."
         assert len(router.service.routing.decisions) == 0
+
+
+async def test_identical_requests_follow_the_first(valkey: Valkey) -> None:
+    async with serving(valkey) as router:
+        led = await router.route(flying_request(gateway_id="gw-1"))
+        assert led.HasField("placement")
+        assert led.lead.gateway_id == "gw-1"
+        follower = await router.route(flying_request(gateway_id="gw-2", request_id="req-2"))
+        assert (follower.follow, follower.cache) == (led.lead, "follow")
+        assert kind(await router.route(route_request(request_id="req-3"))) == "placement", "asked not to"
+        report = router_pb2.ReportRequest(
+            request_id="req-1", decision_id=led.decision_id, answer=full_answer("Paris."), flight=led.lead
+        )
+        await router.report(report)
+        assert kind(await router.route(flying_request(request_id="req-4"))) == "exact"
+        # One that fails lets the next one lead at once.
+        led = await router.route(flying_request("Why?"))
+        await router.report(router_pb2.ReportRequest(request_id="req-1", decision_id=led.decision_id, code=14))
+        again = await router.route(flying_request("Why?"))
+        assert again.lead.token == led.lead.token + 1
 
 
 async def test_a_second_try_does_not_touch_the_cache(valkey: Valkey) -> None:
