@@ -1,0 +1,1 @@
+"""Benchmarks of the router; `benchmarks/router.py` is the way in."""
