@@ -1,4 +1,4 @@
-"""The router's gRPC face: Route, Report, Watch, Attach."""
+"""The router's gRPC face: Route, Report, ReportShadow, Watch, Attach; and the life of its process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 
 from kvmesh.config import RouterSettings
 from kvmesh.errors import FailedPrecondition, InvalidArgument
-from kvmesh.proto.v1 import router_pb2, router_pb2_grpc
+from kvmesh.proto.v1 import router_admin_pb2_grpc, router_pb2, router_pb2_grpc
 from kvmesh.rpc import Access, Deadline, ServiceContext, cancel_and_wait, tenant_from
 from kvmesh.rpc.auth import ServicerContext
 from kvmesh.telemetry import metrics, names
+from services.router.admin import RouterAdminServicer
 from services.router.cache.answers import AnswerCache
+from services.router.classes.feedback import Feedback
+from services.router.classes.pools import Classes
 from services.router.fleet import Fleet, Session
 from services.router.routing import Routing
 from services.router.watch import WatchHub
@@ -47,7 +50,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     async def ReportShadow(
         self, request: router_pb2.ReportShadowRequest, context: ServicerContext
     ) -> router_pb2.ReportShadowResponse:
-        """See router.proto. No hit is shadowed yet."""
+        """See router.proto."""
+        await self._routing.report_shadow(request, tenant_from(context))
         return router_pb2.ReportShadowResponse()
 
     async def Watch(
@@ -115,16 +119,25 @@ class RouterService:
         settings = context.settings
         self._context = context
         self.fleet = Fleet(settings.worker_timeout_s)
-        self.cache = AnswerCache.from_settings(settings)
-        self.routing = Routing(settings, self.fleet, self.cache)
-        self.hub = WatchHub(self.fleet, self.cache.status, aliases=settings.alias_map)
+        classes = Classes.from_settings(settings)
+        # Answers of an alias are void where the rule that picks the model behind it has changed.
+        self.cache = AnswerCache.from_settings(settings, route_policy=classes.version)
+        self.routing = Routing(
+            settings, self.fleet, self.cache, classes=classes, feedback=Feedback.from_settings(settings)
+        )
+        self.hub = WatchHub(self.fleet, self.cache.status, aliases=settings.alias_map | classes.aliases)
         self.servicer = RouterServicer(settings.instance_name, self.fleet, self.routing, self.hub)
         context.server.add(
             router_pb2_grpc.add_RouterServicer_to_server,
             self.servicer,
             access=Access.INNER,
-            while_draining=("Report",),
+            while_draining=("Report", "ReportShadow"),
             long_lived=("Watch", "Attach"),
+        )
+        context.server.add(
+            router_admin_pb2_grpc.add_RouterAdminServicer_to_server,
+            RouterAdminServicer(settings.instance_name, self.cache, self.routing, texts=settings.explain_texts),
+            access=Access.INNER,
         )
 
     async def started(self) -> None:

@@ -205,6 +205,18 @@ class RouterSettings(ServiceSettings):
         max_length=256,
         description='Names that stand for a model: "name=model", or "name" alone for what most workers serve.',
     )
+    shadow_rate: float = Field(
+        default=0.005,
+        ge=0,
+        le=0.01,
+        description="Share of semantic hits that are asked again in the background, to estimate false hits.",
+    )
+    shadow_per_minute: float = Field(
+        default=6.0, ge=0, le=6000, description="Most such requests a minute and router, on average."
+    )
+    explain_texts: bool = Field(
+        default=False, description="Show remembered questions in `kvmesh router explain`: they are users' own words."
+    )
     classes: NameList = Field(
         [],
         max_length=64,

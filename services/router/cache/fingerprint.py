@@ -17,6 +17,7 @@ from kvmesh.proto.v1 import inference_pb2, router_pb2
 
 KEY_BYTES = 32
 TAG_BYTES = 16
+PROMPT_BYTES = 16
 
 # Who asks, by when, how urgently, what may be cached, where it might run: none of it is the question.
 NOT_COMPARED = (
@@ -34,6 +35,7 @@ NOT_COMPARED = (
     "exclude_workers",
     "chains",
     "chains_incomplete",
+    "tokenized_for",
 )
 # Parts of the scope, or of the prompt's digest.
 COMPARED_ELSEWHERE = ("model", "user", "token_ids", "prompt_digest")
@@ -76,14 +78,23 @@ def family_tag(model: str, revision: str) -> bytes:
     return hashlib.blake2b(body, digest_size=8, person=b"kvmesh-family-1").digest()
 
 
-def cache_key(request: router_pb2.RouteRequest, scope: Iterable[str]) -> CacheKey:
-    """Key of a request within `scope`: whatever sets it apart that is not in the request itself."""
+def cache_key(request: router_pb2.RouteRequest, scope: Iterable[str], *, alias: bool = False) -> CacheKey:
+    """Key of a request within `scope`: whatever sets it apart that is not in the request itself.
+
+    alias: the name may stand for models of several templates and tokenizers, so that of a chat its messages are
+    compared and not the tokens that one of them makes of it.
+    """
     parts = tuple(part.encode() for part in (request.model, *scope))
     stripped = router_pb2.RouteRequest()
     stripped.CopyFrom(request)
     for name in (*NOT_COMPARED, *COMPARED_ELSEWHERE):
         stripped.ClearField(name)  # type: ignore[arg-type]
-    prompt = _prompt(request)
+    if alias and request.messages and not request.prompt_text:
+        stripped.ClearField("prompt_tokens")
+        stripped.ClearField("tokenizer_fingerprint")
+        prompt = b"\0" * PROMPT_BYTES
+    else:
+        prompt = _prompt(request)
     exact = _digest(_EXACT, (*parts, prompt, _canonical(stripped)))
     text = last_user_text(request)
     if not text:
@@ -107,11 +118,11 @@ def last_user_text(request: router_pb2.RouteRequest) -> str:
 
 def _prompt(request: router_pb2.RouteRequest) -> bytes:
     """Digest of the rendered prompt: from the gateway's own, or from the tokens of one that still sends them."""
-    tokens = request.prompt_digest
+    tokens: bytes = request.prompt_digest
     if not tokens and request.token_ids:
         tokens = router_pb2.RouteRequest(token_ids=request.token_ids).SerializeToString()
     body = _frame((tokens, request.prompt_tokens.to_bytes(8, "little")))
-    return hashlib.blake2b(body, digest_size=16, person=_PROMPT).digest()
+    return hashlib.blake2b(body, digest_size=PROMPT_BYTES, person=_PROMPT).digest()
 
 
 def _canonical(message: router_pb2.RouteRequest) -> bytes:

@@ -67,7 +67,7 @@ class CacheRules:
             secret=_secret(settings),
             embedder="" if settings.embedder == "none" else settings.embedder,
             route_policy=route_policy,
-            aliases=settings.alias_map,
+            aliases=settings.alias_map | {alias: "|".join(pools) for alias, pools in settings.class_pools.items()},
             semantic=settings.semantic_rule_table,
         )
 
@@ -130,7 +130,7 @@ def plan(request: router_pb2.RouteRequest, tenant: str, rules: CacheRules, epoch
             rules.embedder,
             str(epoch),
         )
-        key = cache_key(request, scope)
+        key = cache_key(request, scope, alias=request.model in rules.aliases)
         if mode < Mode.SEMANTIC:
             key = CacheKey(key.exact, prompt=key.prompt, tag=key.tag)
     else:

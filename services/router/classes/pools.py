@@ -73,8 +73,11 @@ class Classes:
         pools = {alias: Pools(small, large) for alias, (small, large) in settings.class_pools.items()}
         if not pools:
             return cls({}, None, 2.0)
-        if settings.embedder == "none":
-            raise FailedPrecondition("classes need an embedder: set embedder, or leave classes empty")
+        if settings.embedder == "none" or settings.cache != "semantic":
+            raise FailedPrecondition(
+                "classes need vectors, which the semantic cache makes: set embedder and cache=semantic, or leave classes"
+                " empty"
+            )
         path = settings.class_weights or model.FILE
         weights = model.load(path, embedder=settings.embedder)
         if not weights.passed and not settings.class_unproven:

@@ -65,7 +65,7 @@ async def test_a_request_is_placed_on_what_attached(router: Router) -> None:
 
 async def test_route_says_what_is_wrong(router: Router) -> None:
     async with attached(router, worker_info("d")) as (worker,):
-        router.service.fleet.timeout_s = 0.0  # no longer gathering
+        router.service.fleet._started -= 60.0  # No longer gathering.
         with raises(NotFound):
             await router.route(route_request(model="nope"))
         for bad in (
@@ -84,7 +84,6 @@ async def test_route_says_what_is_wrong(router: Router) -> None:
             await router.route(route_request(exclude_workers=["d"]))
         with raises(FailedPrecondition, "unified"):
             await router.route(route_request(sampling=inference_pb2.SamplingParams(prompt_logprobs=1)))
-        router.service.fleet.timeout_s = 3.0
         for state in (engine_pb2.WORKER_STATE_DRAINING, engine_pb2.WORKER_STATE_STALLED):
             await worker.send(router_pb2.AttachRequest(registration=worker_info("d", state=state)))
             await until(lambda state=state: router.service.fleet.get("d").info.state == state, "state")
