@@ -6,6 +6,7 @@ The reference is a plain loop over transformers' model and processors, which kno
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,3 +128,19 @@ def test_replayed_output(tiny: tuple[torch.nn.Module, TorchRunner], case: str, c
         new = [score.logprob for event in events for score in event.logprobs]
         assert new == pytest.approx(logprobs[cut:], abs=1e-4)
         assert events[-1].cumulative_logprob == pytest.approx(sum(logprobs[cut:]), abs=1e-3)
+
+
+def test_the_real_model_goes_on(smollm2_path: Path) -> None:
+    """It may differ only from where two tokens are equally likely; positions follow on each other whatever it says."""
+    runner = TorchRunner.load(str(smollm2_path), "fp32")
+    length = 10
+    params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, want_logprobs=True, logprobs=2)
+    events = Engine(runner).run(params, [])[0]
+    whole = [token for event in events for token in event.token_ids]
+    margins = [score.top[0][1] - score.top[1][1] for event in events for score in event.logprobs]
+    for cut in (1, 6):
+        again = Engine(runner).run(params, whole[:cut])[0]
+        assert [event.first_position for event in again] == list(range(cut, length))
+        output = whole[:cut] + [token for event in again for token in event.token_ids]
+        different = next((at for at in range(length) if output[at] != whole[at]), None)
+        assert different is None or margins[different] < 1e-3
