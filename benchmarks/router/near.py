@@ -24,6 +24,7 @@ import numpy.typing as npt
 from kvmesh.store import RedisStore, keys
 from services.router.cache.fingerprint import CacheKey
 from services.router.match import Rules, Verdict
+from services.router.near.cells import Cells
 from services.router.near.embedder import MiniLmEmbedder
 from services.router.near.entries import Entry
 from services.router.near.index import NearIndex
@@ -186,9 +187,9 @@ async def lookups(name: str, cache: NearCache, asked: Sequence[tuple[bytes, int]
 def compared_rows(index: NearIndex, partition: bytes, query: Array) -> int:
     """Rows that a search reads, centroids among them."""
     found = index.arena._partitions[partition]
-    if found.cells is None:
+    if not isinstance(found.large, Cells):
         return found.rows.size
-    return len(found.cells.candidates(query)) + len(found.cells._centroids)
+    return len(found.large.candidates(query)) + len(found.large._centroids)
 
 
 async def recall(cache: NearCache, partition: bytes, rows: Array, queries: Array, count: int = 1000) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvmesh.errors import InvalidArgument
-from services.router.near.cells import Built, Cells
-from services.router.near.search import CpuSearcher, Rows, Scores, Searcher, Vector
+from services.router.near.builder import CellsMaker
+from services.router.near.search import LargeIndex, Maker, Rows, Scores, Vector, knn
 
 BIG_ROWS = 4096
 """A partition of so many rows gets an index of its own."""
@@ -70,23 +71,23 @@ class Growing:
 class Partition:
     """The rows of one partition, and its index when it is large."""
 
-    __slots__ = ("cells", "name", "rows")
+    __slots__ = ("large", "name", "rows")
 
     def __init__(self, name: bytes, rows: Growing) -> None:
         self.name = name
         self.rows = rows
-        self.cells: Cells | None = None
+        self.large: LargeIndex | None = None
 
 
 class Arena:
     """Unit vectors by partition; no search sees a row of another partition. One thread owns an instance."""
 
-    def __init__(self, dim: int, max_rows: int, *, searcher: Searcher | None = None, big_rows: int = BIG_ROWS) -> None:
+    def __init__(self, dim: int, max_rows: int, *, maker: Maker | None = None, big_rows: int = BIG_ROWS) -> None:
         """Raises OSError or ValueError when so much address space cannot be had."""
         self.dim = dim
         self.max_rows = max_rows
         self.big_rows = big_rows
-        self._searcher = searcher or CpuSearcher()
+        self.maker: Maker = maker or CellsMaker()
         self._file = os.memfd_create("kvmesh-arena", os.MFD_CLOEXEC)
         os.ftruncate(self._file, max_rows * dim * 4)
         self._map = mmap.mmap(self._file, max_rows * dim * 4)
@@ -138,8 +139,8 @@ class Arena:
             partition = self._partitions[name] = Partition(name, Growing(self._at))
         partition.rows.append(row)
         self._owner[row] = partition
-        if partition.cells is not None:
-            partition.cells.add(row)
+        if partition.large is not None:
+            partition.large.add(row)
         if self._wants(partition):
             self._watched.add(name)
         return row
@@ -149,10 +150,10 @@ class Arena:
         partition = self._owner[row]
         assert partition is not None, "removed twice"
         partition.rows.remove(row)
-        if partition.cells is not None:
-            partition.cells.remove(row)
+        if partition.large is not None:
+            partition.large.remove(row)
             if partition.rows.size < self.big_rows // 2:
-                partition.cells = None
+                partition.large = None
                 self.indexed -= 1
         if partition.rows.size == 0:
             del self._partitions[partition.name]
@@ -166,8 +167,9 @@ class Arena:
         partition = self._partitions.get(name)
         if partition is None:
             return np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int64)
-        rows = partition.rows.rows if partition.cells is None else partition.cells.candidates(checked)
-        return self._searcher.knn(self.base, rows, checked, k)
+        if partition.large is not None:
+            return partition.large.search(checked, k)
+        return knn(self.base, partition.rows.rows, checked, k)
 
     # --- indices of large partitions --------------------------------------------------------------------------------
 
@@ -181,7 +183,7 @@ class Arena:
         return None
 
     def _wants(self, partition: Partition) -> bool:
-        return partition.rows.size >= self.big_rows and (partition.cells is None or partition.cells.worn)
+        return partition.rows.size >= self.big_rows and (partition.large is None or partition.large.worn)
 
     def snapshot(self, name: bytes) -> tuple[Rows, npt.NDArray[np.uint32]]:
         """Rows of a partition and their generations, for a build."""
@@ -189,8 +191,8 @@ class Arena:
         rows = partition.rows.rows.copy() if partition is not None else np.empty(0, dtype=np.int64)
         return rows, self._generation[rows]
 
-    def install(self, name: bytes, rows: Rows, generations: npt.NDArray[np.uint32], built: Built) -> bool:
-        """Search the partition through an index built from a snapshot; False when it is no longer large.
+    def install(self, name: bytes, rows: Rows, generations: npt.NDArray[np.uint32], built: Any) -> bool:
+        """Search the partition through the index that the maker built from a snapshot; False when it is not large now.
 
         Rows that left since are left out, rows that came since are searched beside the index.
         """
@@ -199,10 +201,10 @@ class Arena:
             return False
         same = np.asarray([self._owner[row] is partition for row in rows.tolist()], dtype=bool)
         same &= self._generation[rows] == generations
-        self.indexed += partition.cells is None
-        partition.cells = Cells(self.base, self._places, built, rows[same], built.cells[same])
+        self.indexed += partition.large is None
+        partition.large = self.maker.make(self.base, self._places, built, rows, same)
         for row in np.setdiff1d(partition.rows.rows, rows[same]).tolist():
-            partition.cells.add(row)
+            partition.large.add(row)
         return True
 
     def close(self) -> None:
@@ -224,8 +226,8 @@ class Arena:
                 seen.add(row)
                 assert self._owner[row] is partition
                 assert self._at[row] == place
-            if partition.cells is not None:
-                assert sorted(partition.cells.all_rows()) == sorted(rows)
-                partition.cells.check_integrity()
+            if partition.large is not None:
+                assert sorted(partition.large.all_rows()) == sorted(rows)
+                partition.large.check_integrity()
         assert seen == set(range(len(self._owner)))
-        assert self.indexed == sum(partition.cells is not None for partition in self._partitions.values())
+        assert self.indexed == sum(partition.large is not None for partition in self._partitions.values())

@@ -27,8 +27,8 @@ EMBED_TIMEOUT_S = 0.03
 MAX_BATCH = 16
 MAX_QUEUE = 64
 RECENT_VECTORS = 4096
-HUNG_S = 0.5
-"""One run of the model that takes longer counts as hung."""
+HUNG_S = 1.0
+"""A run of the model that takes longer counts as hung: nobody waits for it, and once it ends it was a failure."""
 
 FAILURES_TO_OPEN = 5
 COOL_S = 1.0
@@ -46,8 +46,8 @@ Known = tuple[Vector | None, int]
 class Breaker:
     """Closed: texts are embedded. Open: refused at once. Half open, after a while: a probe of the thread's own decides.
 
-    Opens when a run hangs or FAILURES_TO_OPEN runs in a row fail or take longer than HUNG_S. Thread-safe enough: one
-    thread writes, any reads.
+    Open while a run hangs, and after FAILURES_TO_OPEN runs in a row that failed or hung. Thread-safe enough: one thread
+    writes, any reads.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,18 +72,18 @@ class Breaker:
         try:
             work()
         except Exception:
-            self._failed(self._failures + 1 >= FAILURES_TO_OPEN)
+            self._failed()
             raise
         finally:
             took, self.busy_since = self._clock() - started, None
         if took > HUNG_S:
-            self._failed(True)
+            self._failed()
         else:
             self._failures, self._cool_s, self._opened = 0, COOL_S, None
 
-    def _failed(self, opens: bool) -> None:
+    def _failed(self) -> None:
         self._failures += 1
-        if opens or self._opened is not None:
+        if self._failures >= FAILURES_TO_OPEN:
             if self._opened is not None:
                 self._cool_s = min(MAX_COOL_S, 2 * self._cool_s)
             else:

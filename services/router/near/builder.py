@@ -15,13 +15,17 @@ import os
 import struct
 import subprocess
 import sys
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmesh.errors import DataLoss, DeadlineExceeded, Unavailable
-from services.router.near.cells import Built
-from services.router.near.search import Rows, Vector
+from services.router.near.cells import Built, Cells
+from services.router.near.search import Places, Rows, Vector
+
+if TYPE_CHECKING:
+    from services.router.near.arena import Arena
 
 _ASK = struct.Struct("<8sIIQ")
 _REPLY = struct.Struct("<8sIIQ")
@@ -132,6 +136,35 @@ class BuilderProcess:
         self._killed = True
         if self._process is not None:
             self._process.kill()
+
+
+class CellsMaker:
+    """Makes `Cells`, each trained by a child of its own."""
+
+    name = "cpu"
+
+    def __init__(self, command: list[str] | None = None) -> None:
+        self._command = command
+        self._cancelled = False
+        self.child: BuilderProcess | None = None
+        """The last one."""
+
+    def build(self, arena: Arena, rows: Rows) -> Built:
+        """See `Maker.build`."""
+        child = self.child = BuilderProcess(self._command)
+        if self._cancelled:
+            child.kill()
+        return child.run(arena.fileno(), arena.dim, arena.max_rows, rows)
+
+    def make(self, base: Vector, places: Places, built: Built, rows: Rows, same: npt.NDArray[np.bool_]) -> Cells:
+        """See `Maker.make`."""
+        return Cells(base, places, built, rows[same], built.cells[same])
+
+    def cancel(self) -> None:
+        """See `Maker.cancel`."""
+        self._cancelled = True
+        if self.child is not None:
+            self.child.kill()
 
 
 def main(descriptor: int, source: BinaryIO, sink: BinaryIO) -> None:

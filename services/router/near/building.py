@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvmesh.errors import KvmeshError
 from services.router.near.arena import Arena
-from services.router.near.builder import BuilderProcess
+from services.router.near.search import Maker
 
 log = logging.getLogger(__name__)
 
@@ -19,16 +19,15 @@ Post = Callable[[Callable[[], None]], None]
 
 
 class IndexBuilding:
-    """Starts a child where a partition needs an index; searches go on by brute force until it is there.
+    """Has an index built where a partition needs one; searches go on by brute force until it is there.
 
-    All but the waiting for the child happens on the thread that owns the arena.
+    All but the building itself happens on the thread that owns the arena.
     """
 
-    def __init__(self, post: Post, make: Callable[[], BuilderProcess] = BuilderProcess) -> None:
+    def __init__(self, post: Post) -> None:
         """post: runs a call on the arena's thread, later."""
         self._post = post
-        self._make = make
-        self._child: BuilderProcess | None = None
+        self._maker: Maker | None = None
         self._not_before = 0.0
         self._closed = False
         self.built = 0
@@ -36,23 +35,23 @@ class IndexBuilding:
         self.failed = 0
 
     @property
-    def running(self) -> BuilderProcess | None:
-        """The child at work."""
-        return self._child
+    def running(self) -> bool:
+        """Whether an index is being built."""
+        return self._maker is not None
 
     def poll(self, arena: Arena) -> None:
         """Begin a build where one is due and none runs."""
-        if self._closed or self._child is not None or time.monotonic() < self._not_before:
+        if self._closed or self.running or time.monotonic() < self._not_before:
             return
         name = arena.wanting()
         if name is None:
             return
-        child = self._child = self._make()
+        maker = self._maker = arena.maker
         rows, generations = arena.snapshot(name)
 
         def wait() -> None:
             try:
-                built = child.run(arena.fileno(), arena.dim, arena.max_rows, rows)
+                built = maker.build(arena, rows)
             except (KvmeshError, OSError, MemoryError) as exc:
                 self._post(lambda error=exc: self._lost(error))  # type: ignore[misc]
             else:
@@ -61,21 +60,21 @@ class IndexBuilding:
         threading.Thread(target=wait, name="kvmesh-index-build", daemon=True).start()
 
     def _take(self, arena: Arena, name: bytes, install: Callable[[], bool]) -> None:
-        self._child = None
+        self._maker = None
         if not self._closed and install():
             self.built += 1
             log.info("an index for a partition of %d rows", arena.size(name))
 
     def _lost(self, error: BaseException) -> None:
-        self._child = None
+        self._maker = None
         self._not_before = time.monotonic() + RETRY_S
         if not self._closed:
             self.failed += 1
             log.warning("a large partition stays without index: %s", error)
 
     def close(self) -> None:
-        """End the child, if any, and begin no other. From any thread."""
+        """End the build in progress, if any, and begin no other. From any thread."""
         self._closed = True
-        child = self._child
-        if child is not None:
-            child.kill()
+        maker = self._maker
+        if maker is not None:
+            maker.cancel()

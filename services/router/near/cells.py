@@ -14,7 +14,7 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
-from services.router.near.search import Rows, Vector
+from services.router.near.search import Places, Rows, Scores, Vector, knn
 
 LEAST_PROBED = 12
 LEAST_ROWS = 1500
@@ -38,7 +38,7 @@ class Cells:
     def __init__(
         self,
         base: Vector,
-        places: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]],
+        places: Places,
         built: Built,
         rows: Rows,
         cells: npt.NDArray[np.int32],
@@ -64,6 +64,10 @@ class Cells:
     def worn(self) -> bool:
         """True once so many rows came and went that the centroids should be learned again."""
         return self._changes >= self._trained
+
+    def search(self, query: Vector, k: int) -> tuple[Scores, Rows]:
+        """See `LargeIndex.search`."""
+        return knn(self._base, self.candidates(query), query, k)
 
     def candidates(self, query: Vector) -> Rows:
         """(m,) int64: rows worth comparing with the query (dim,)."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from services.router.near.arena import BIG_ROWS, Arena
 from services.router.near.entries import Entry, Kept, Shares
-from services.router.near.search import Searcher
+from services.router.near.search import Maker
 
 Clock = Callable[[], float]
 
@@ -49,11 +49,11 @@ class NearIndex:
         ttl_s: float,
         fetchable: bool = False,
         clock: Clock = time.monotonic,
-        searcher: Searcher | None = None,
+        maker: Maker | None = None,
         big_rows: int = BIG_ROWS,
     ) -> None:
         """fetchable: answers can be had again from elsewhere, so under pressure they leave before entries do."""
-        self.arena = Arena(dim, max_entries, searcher=searcher, big_rows=big_rows)
+        self.arena = Arena(dim, max_entries, maker=maker, big_rows=big_rows)
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s

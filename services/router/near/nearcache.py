@@ -22,11 +22,12 @@ from services.router.match import DEFAULT as DEFAULT_RULES
 from services.router.match import Rules, Verdict, judge
 from services.router.near.arena import BIG_ROWS
 from services.router.near.batching import EMBED_TIMEOUT_S, Batcher
+from services.router.near.builder import CellsMaker
 from services.router.near.building import IndexBuilding
 from services.router.near.embedder import Embedder
 from services.router.near.entries import Entry
 from services.router.near.index import Near, NearIndex
-from services.router.near.search import Vector
+from services.router.near.search import Maker, Vector
 
 log = logging.getLogger(__name__)
 
@@ -130,14 +131,16 @@ class NearCache:
         big_rows: int = BIG_ROWS,
         judge: Judge = judge,
         fetchable: bool = False,
+        maker: Callable[[], Maker] = CellsMaker,
     ) -> None:
         """`load` makes the embedder; it runs on the thread, so it may take its time and may fail.
 
-        fetchable: answers can be fetched from Redis (`fetch` is set), so memory may let go of them.
+        fetchable: answers can be fetched from Redis (`fetch` is set), so memory may let go of them. maker: makes the
+        maker of indices for large partitions, on the thread too.
         """
         self._load = load
         self._judge = judge
-        self._ttl_s = ttl_s
+        self._maker = maker
         self._embed_timeout_s = embed_timeout_s
         self._options = {
             "max_entries": max_entries,
@@ -341,7 +344,7 @@ class NearCache:
                 import faiss
 
                 faiss.omp_set_num_threads(1)
-                index = NearIndex(embedder.dim, **self._options)  # type: ignore[arg-type]
+                index = NearIndex(embedder.dim, maker=self._maker(), **self._options)  # type: ignore[arg-type]
                 self.embedder_id = embedder.identity
                 self._batcher = Batcher(embedder, max_queue=self._queue.maxsize)
                 self._batcher.start()

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvmesh.errors import DataLoss, InvalidArgument, Unavailable
+from kvmesh.errors import DataLoss, FailedPrecondition, InvalidArgument, Unavailable
 from services.router.near import builder, cells
 from services.router.near.arena import Arena
-from services.router.near.builder import BuilderProcess, parse, train
+from services.router.near.builder import BuilderProcess, CellsMaker, parse, train
 from services.router.near.building import IndexBuilding
 from services.router.near.cells import Built, Cells
-from services.router.near.search import CpuSearcher, GpuSearcher, Rows, Vector
+from services.router.near.gpu import MAX_DEAD, GpuFlat, GpuMaker
+from services.router.near.search import Rows, Scores, Vector
 
 DIM = 32
 LIMIT_S = 60.0
@@ -43,8 +44,10 @@ def arena() -> Iterator[Arena]:
 
 
 def build(arena: Arena, name: bytes) -> None:
+    """As a build does, but here: a child's work is `train`."""
     rows, generations = arena.snapshot(name)
-    assert arena.install(name, rows, generations, train(arena.base, rows))
+    built = train(arena.base, rows) if arena.maker.name == "cpu" else arena.maker.build(arena, rows)
+    assert arena.install(name, rows, generations, built)
 
 
 def test_search_equals_numpy_and_never_leaves_the_partition(arena: Arena) -> None:
@@ -123,9 +126,9 @@ def test_a_part_of_the_cells_is_enough_for_what_is_near(arena: Arena, monkeypatc
         arena.add(b"p", vector)
     build(arena, b"p")
     partition = arena._partitions[b"p"]
-    assert partition.cells is not None
+    assert isinstance(partition.large, Cells)
     queries = near(vectors, 0.9)
-    assert max(len(partition.cells.candidates(query)) for query in queries) < 1500
+    assert max(len(partition.large.candidates(query)) for query in queries) < 1500
     found = sum(arena.search(b"p", query, 1)[1][0] == i for i, query in enumerate(queries))
     assert found >= 0.99 * len(queries)
 
@@ -188,8 +191,8 @@ def test_equal_rows_do_not_hide_one_another(monkeypatch: pytest.MonkeyPatch) -> 
 # --- the process that trains --------------------------------------------------------------------------------------
 
 
-def filled() -> Arena:
-    arena = Arena(DIM, 1000, big_rows=100)
+def filled(command: list[str] | None = None) -> Arena:
+    arena = Arena(DIM, 1000, big_rows=100, maker=CellsMaker(command))
     for vector in units(500):
         arena.add(b"p", vector)
     return arena
@@ -224,31 +227,40 @@ class Posted:
         call()  # type: ignore[operator]
 
 
-def test_searches_go_on_while_the_child_dies_or_lies() -> None:
-    arena = filled()
+HANGS = [sys.executable, "-c", "import time; time.sleep(600)"]
+LIES = [sys.executable, "-c", "import sys; sys.stdin.buffer.read(); sys.stdout.write('x' * 1000)"]
+
+
+def test_searches_go_on_while_the_child_dies() -> None:
+    arena = filled(HANGS)
     posted = Posted()
-    hangs = [sys.executable, "-c", "import time; time.sleep(600)"]
-    building = IndexBuilding(posted, lambda: BuilderProcess(hangs))
+    building = IndexBuilding(posted)
     building.poll(arena)
-    child = building.running
-    assert child is not None
-    while child.pid is None:
+    assert building.running
+    assert isinstance(arena.maker, CellsMaker)
+    while arena.maker.child is None or arena.maker.child.pid is None:
         os.sched_yield()
+    child = arena.maker.child
     building.poll(arena)
-    assert building.running is child, "one at a time"
+    assert arena.maker.child is child, "one at a time"
+    assert child.pid is not None
     os.kill(child.pid, 9)
     posted.run_one()
-    assert (building.running, building.failed, building.built) == (None, 1, 0)
+    assert (building.running, building.failed, building.built) == (False, 1, 0)
     assert arena.search(b"p", units(500)[7], 1)[0][0] > 0.999
     building.poll(arena)
-    assert building.running is None, "not again at once"
+    assert not building.running, "not again at once"
+    arena.close()
 
-    lies = [sys.executable, "-c", "import sys; sys.stdin.buffer.read(); sys.stdout.write('x' * 1000)"]
-    building = IndexBuilding(posted, lambda: BuilderProcess(lies))
+
+def test_a_child_that_lies_is_not_believed() -> None:
+    arena = filled(LIES)
+    posted = Posted()
+    building = IndexBuilding(posted)
     building.poll(arena)
     posted.run_one()
     assert (building.failed, arena.indexed) == (1, 0)
-
+    arena.maker = CellsMaker()
     building = IndexBuilding(posted)
     building.poll(arena)
     posted.run_one()
@@ -258,15 +270,15 @@ def test_searches_go_on_while_the_child_dies_or_lies() -> None:
 
 
 def test_a_child_that_is_not_wanted_any_more_ends() -> None:
-    arena = filled()
+    arena = filled(HANGS)
     posted = Posted()
-    building = IndexBuilding(posted, lambda: BuilderProcess([sys.executable, "-c", "import time; time.sleep(600)"]))
+    building = IndexBuilding(posted)
     building.poll(arena)
     building.close()
     posted.run_one()
     assert building.failed == 0
     building.poll(arena)
-    assert building.running is None
+    assert not building.running
     with pytest.raises(Unavailable, match="does not start"):
         BuilderProcess(["/nonexistent/python"]).run(arena.fileno(), DIM, arena.max_rows, arena.snapshot(b"p")[0])
     arena.close()
@@ -322,36 +334,92 @@ def test_cells_of_nothing_hold_what_is_added() -> None:
 
 
 class FakeGpu:
-    """What `GpuSearcher` asks of faiss-gpu, in numpy."""
+    """What `gpu` asks of faiss-gpu, in numpy."""
 
-    METRIC_INNER_PRODUCT = 0
+    def __init__(self, gpus: int = 1, memory: int = 1 << 30) -> None:
+        self.gpus = gpus
+        self.memory = memory
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def get_num_gpus(self) -> int:
+        return self.gpus
 
     class StandardGpuResources:
-        """Nothing to hold."""
+        def setTempMemory(self, size: int) -> None:
+            assert size > 0
 
-    def knn_gpu(self, resources: object, queries: Vector, base: Vector, k: int, metric: int) -> tuple[Vector, Rows]:
-        self.calls += 1
-        scores = queries @ base.T
+    def GpuIndexFlatIP(self, resources: object, dim: int) -> FakeIndex:
+        return FakeIndex(dim, self.memory)
+
+
+class FakeIndex:
+    def __init__(self, dim: int, memory: int) -> None:
+        self._vectors = np.empty((0, dim), dtype=np.float32)
+        self._memory = memory
+
+    @property
+    def ntotal(self) -> int:
+        return len(self._vectors)
+
+    def add(self, vectors: Vector) -> None:
+        assert vectors.dtype == np.float32
+        assert vectors.flags.c_contiguous
+        if self._vectors.nbytes + vectors.nbytes > self._memory:
+            raise RuntimeError("out of memory")
+        self._vectors = np.concatenate([self._vectors, vectors])
+
+    def search(self, queries: Vector, k: int) -> tuple[Scores, Rows]:
+        assert 0 < k <= 2048
+        scores = queries @ self._vectors.T
         order = np.argsort(-scores, axis=1)[:, :k]
         return np.take_along_axis(scores, order, axis=1), order
 
 
-def test_a_gpu_searches_many_rows_the_cpu_few() -> None:
-    gpu = FakeGpu()
-    searcher = GpuSearcher(gpu, min_rows=100)
-    base, query = units(500), units(1, seed=3)[0]
-    rows = np.random.default_rng(0).permutation(500).astype(np.int64)
-    for count, calls in ((99, 0), (100, 1), (500, 2)):
-        scores, found = searcher.knn(base, rows[:count], query, 8)
-        expected = CpuSearcher().knn(base, rows[:count], query, 8)
-        np.testing.assert_allclose(scores, expected[0], atol=1e-5)
-        assert found.tolist() == expected[1].tolist()
-        assert gpu.calls == calls
+def test_on_a_gpu_rows_come_and_go_and_every_search_is_exact() -> None:
+    arena = Arena(DIM, 4000, big_rows=200, maker=GpuMaker(FakeGpu()))
+    rng = np.random.default_rng(3)
+    vectors = units(2600)
+    alive = {arena.add(b"p", vector): i for i, vector in enumerate(vectors[:600])}
+    snapshot = arena.snapshot(b"p")
+    built = arena.maker.build(arena, snapshot[0])
+    for row in list(alive)[:50]:
+        arena.remove(row)
+        del alive[row]
+    for i in range(600, 700):
+        alive[arena.add(b"p", vectors[i])] = i
+    assert arena.install(b"p", *snapshot, built)
+    for i in range(700, 2600):
+        alive[arena.add(b"p", vectors[i])] = i
+        doomed = list(alive)[int(rng.integers(len(alive)))]
+        arena.remove(doomed)
+        del alive[doomed]
+        if i % 50 == 0:
+            arena.check_integrity()
+            query = units(1, seed=i)[0]
+            expected = sorted((float(vectors[at] @ query) for at in alive.values()), reverse=True)[:8]
+            scores, rows = arena.search(b"p", query, 8)
+            np.testing.assert_allclose(scores, expected, atol=1e-5)
+            assert set(rows.tolist()) <= set(alive)
+        name = arena.wanting()
+        if name is not None:
+            build(arena, name)
+    large = arena._partitions[b"p"].large
+    assert isinstance(large, GpuFlat)
+    assert large._dead < MAX_DEAD
+    arena.close()
 
 
-def test_a_faiss_without_gpu_says_so() -> None:
-    with pytest.raises(ImportError, match="without GPU"):
-        GpuSearcher()
+def test_a_gpu_that_has_no_room_or_is_not_there() -> None:
+    arena = Arena(DIM, 1000, big_rows=100, maker=GpuMaker(FakeGpu(memory=1000)))
+    for vector in units(200):
+        arena.add(b"p", vector)
+    posted = Posted()
+    building = IndexBuilding(posted)
+    building.poll(arena)
+    posted.run_one()
+    assert (building.failed, arena.indexed) == (1, 0)
+    assert arena.search(b"p", units(200)[3], 1)[0][0] > 0.999
+    arena.close()
+    with pytest.raises(FailedPrecondition, match="no GPU"):
+        GpuMaker(FakeGpu(gpus=0))
+    with pytest.raises(FailedPrecondition, match="no GPU"):
+        GpuMaker()
