@@ -65,7 +65,9 @@ class Feedback:
         """See `class_feedback_file` and `class_feedback_texts`."""
         return cls(settings.class_feedback_file, texts=settings.class_feedback_texts)
 
-    def __len__(self) -> int:
+    @property
+    def waiting(self) -> int:
+        """Names of decisions that may still be judged."""
         return len(self._open)
 
     def remember(self, tenant: str, request_ids: Iterable[str], decision: ClassDecision, text: str = "") -> None:

@@ -75,8 +75,7 @@ class Classes:
             return cls({}, None, 2.0)
         if settings.embedder == "none" or settings.cache != "semantic":
             raise FailedPrecondition(
-                "classes need vectors, which the semantic cache makes: set embedder and cache=semantic, or leave classes"
-                " empty"
+                "classes need vectors, which the semantic cache makes: set embedder and cache=semantic, or no classes"
             )
         path = settings.class_weights or model.FILE
         weights = model.load(path, embedder=settings.embedder)

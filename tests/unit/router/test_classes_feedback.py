@@ -22,7 +22,7 @@ def test_a_decision_is_judged_once_by_either_id_and_by_its_tenant_only() -> None
     for name in ("client", "mesh", "other"):
         with pytest.raises(NotFound):
             feedback.verdict("a", name, True)
-    assert len(feedback) == 0
+    assert feedback.waiting == 0
 
 
 def test_open_decisions_are_bounded_and_end() -> None:
@@ -30,7 +30,7 @@ def test_open_decisions_are_bounded_and_end() -> None:
     feedback = Feedback(limit=2, clock=lambda: now)
     for name in ("1", "2", "3", ""):
         feedback.remember("a", (name, ""), made_decision())
-    assert len(feedback) == 2
+    assert feedback.waiting == 2
     with pytest.raises(NotFound):
         feedback.verdict("a", "1", True)
     now = 1e6

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -54,6 +54,7 @@ def test_without_a_vector_the_large_pool(vector: object) -> None:
     assert (decision.pool, decision.reason, decision.probability) == ("large", "no_vector", 0.0)
 
 
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(
@@ -155,6 +156,8 @@ def test_from_settings(tmp_path: Path) -> None:
     Classes.from_settings(_settings(classes="auto=a|b", class_weights=unproven, class_unproven=True))
     with pytest.raises(FailedPrecondition, match="embedder"):
         Classes.from_settings(_settings(classes="auto=a|b", class_weights=proven, embedder="none"))
+    with pytest.raises(FailedPrecondition, match="semantic"):
+        Classes.from_settings(_settings(classes="auto=a|b", class_weights=proven, cache="exact"))
     with pytest.raises(FailedPrecondition, match="'minilm'"):
         Classes.from_settings(_settings(classes="auto=a|b", class_weights=proven, embedder="minilm"))
 

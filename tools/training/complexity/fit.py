@@ -111,14 +111,14 @@ class _Space:
             centred = data.e - self.mean_e
             _, vectors = np.linalg.eigh(centred.T @ centred)
             # Unit vectors have coordinates of about 1/√D: brought to about 1, penalties mean the same for every D.
-            self.axes = vectors[:, ::-1][:, :COMPONENTS] * np.sqrt(data.e.shape[1])
+            self.axes = np.asarray(vectors[:, ::-1][:, :COMPONENTS] * np.sqrt(data.e.shape[1]))
 
     def matrix(self, data: Data) -> Array:
         scaled = np.clip((data.x - self.mean_f) / self.scale_f, -CLIP, CLIP)[:, self.columns]
         return np.asarray(np.hstack([scaled, (data.e - self.mean_e) @ self.axes, np.ones((len(data.y), 1))]))
 
     def ridge(self, features: float, vector: float) -> Array:
-        return np.r_[np.full(len(self.columns), features), np.full(self.axes.shape[1], vector), 1e-6]
+        return np.asarray(np.r_[np.full(len(self.columns), features), np.full(self.axes.shape[1], vector), 1e-6])
 
     def fit(self, b: Array, ridge: tuple[float, float]) -> Fit:
         w_f = np.zeros(self.mean_f.size)
