@@ -101,6 +101,19 @@ return {'free', 0, ''}
 """,
 )
 
+DISOWN = Script(
+    "flight_disown",
+    _NOW
+    + """
+-- KEYS pointer state; ARGV flight gateway
+local _, flight, gateway = named(redis.call('GET', KEYS[1]))
+if flight == ARGV[1] and gateway == ARGV[2] and redis.call('EXISTS', KEYS[2]) == 0 then
+  return redis.call('DEL', KEYS[1])
+end
+return 0
+""",
+)
+
 TAKE_OVER = Script(
     "flight_take_over",
     _NOW

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.store import keys
 from kvmesh.store.client import RedisStore
-from kvmesh.store.flight_scripts import APPEND, END, KEEP, RENEW, TAKE_OVER
+from kvmesh.store.flight_scripts import APPEND, DISOWN, END, KEEP, RENEW, TAKE_OVER
 
 LEASE_MS = 3000
 """How long a leader that says nothing is believed to live; so are followers."""
@@ -161,13 +161,17 @@ class FlightStore:
         )
         return None if reply is None else _text(reply) == "ok"
 
+    async def disown(self, ref: FlightRef) -> None:
+        """A router made us the leader, and we never heard of it: let another lead at once."""
+        await self._store.script(DISOWN, [ref.keys.pointer, ref.state], [ref.flight_id, self._gateway], write=True)
+
     # --- followers
     async def join(self, ref: FlightRef, leader: str) -> None:
         """Tell the leader's gateway that we follow; `keep` alone would be noticed at its next renewal."""
         key = inbox(leader)
 
         async def add(client: Any) -> None:
-            await client.xadd(key, {b"id": ref.flight_id}, maxlen=INBOX_MAXLEN, approximate=True)
+            await client.xadd(key, {b"id": ref.flight_id, b"key": ref.keys.key}, maxlen=INBOX_MAXLEN, approximate=True)
             await client.pexpire(key, INBOX_MS)
 
         await self._store.run("flight_join", add, None, write=True)
@@ -218,8 +222,8 @@ class FlightStore:
             return None
         return {ref: _frames(given, places[ref]) for ref, given in zip(refs, answers, strict=True)}
 
-    async def inbox(self, place: str, timeout_s: float) -> tuple[list[str], str]:
-        """Ids of flights that gateways have begun to follow, waiting for the first; and the place after them."""
+    async def inbox(self, place: str, timeout_s: float) -> tuple[list[FlightRef], str]:
+        """Flights that gateways have begun to follow, waiting for the first; and the place after them."""
         key = inbox(self._gateway)
         began = asyncio.get_running_loop().time()
 
@@ -230,12 +234,15 @@ class FlightStore:
         if reply is None:
             # Away: the wait is ours then.
             await asyncio.sleep(max(0.0, timeout_s - (asyncio.get_running_loop().time() - began)))
-        ids = []
+        joined = []
         for _, entries in reply or ():
             for entry, fields in entries:
                 place = _text(entry)
-                ids.append(_text((fields or {}).get(b"id", b""))[:MAX_ID_BYTES])
-        return ids, place
+                flight_id, key = _text((fields or {}).get(b"id", b"")), _text((fields or {}).get(b"key", b""))
+                ref = FlightRef.of(router_pb2.Flight(flight_id=flight_id, key=key))
+                if ref is not None:
+                    joined.append(ref)
+        return joined, place
 
 
 def _text(value: object) -> str:

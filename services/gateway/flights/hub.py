@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.tasks import BackgroundTasks
@@ -13,9 +12,9 @@ from services.gateway.flights.flight import Flight, Pace, Role
 
 log = logging.getLogger(__name__)
 
-# A follower may know of a flight before its leader here does: both were told by routers, over different calls.
+# A follower may know of a flight before its leader here does: both were told by routers, over different calls. After
+# this the leader does not come: its client has left, or the router's answer was too late for it.
 MEET_S = 1.0
-EARLY_S = 5.0
 MAX_EARLY = 1024
 INBOX_WAIT_S = 10.0
 AWAY_S = 0.25
@@ -30,7 +29,7 @@ class Flights:
         self._pace = pace or Pace()
         self._flights: dict[str, Flight] = {}
         self._meetings: dict[str, asyncio.Event] = {}
-        self._early: OrderedDict[str, float] = OrderedDict()
+        self._early: dict[str, asyncio.TimerHandle] = {}
         self._following = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._closing = False
@@ -67,7 +66,8 @@ class Flights:
         if meeting is not None:
             meeting.set()
         early = self._early.pop(ref.flight_id, None)
-        if early is not None and asyncio.get_running_loop().time() - early < EARLY_S:
+        if early is not None:
+            early.cancel()
             flight.joined()
         return flight
 
@@ -83,6 +83,7 @@ class Flights:
         if flight is None and given.gateway_id == self._store.gateway_id:
             flight = await self._meet(ref.flight_id)
             if flight is None:
+                await self._store.disown(ref)
                 return None
         if flight is None:
             if not self._store.ok:
@@ -129,14 +130,19 @@ class Flights:
         place = FIRST
         while True:
             joined, place = await store.inbox(place, INBOX_WAIT_S if store.ok else AWAY_S)
-            for flight_id in joined:
-                flight = self._flights.get(flight_id)
+            for ref in joined:
+                flight = self._flights.get(ref.flight_id)
                 if flight is not None:
                     flight.joined()
-                    continue
-                self._early[flight_id] = asyncio.get_running_loop().time()
-                while len(self._early) > MAX_EARLY:
-                    self._early.popitem(last=False)
+                elif ref.flight_id not in self._early and len(self._early) < MAX_EARLY:
+                    later = asyncio.get_running_loop().call_later(MEET_S, self._missed, store, ref)
+                    self._early[ref.flight_id] = later
+
+    def _missed(self, store: FlightStore, ref: FlightRef) -> None:
+        """Somebody follows what should be led here, and nobody has come to lead it."""
+        del self._early[ref.flight_id]
+        if not self._closing:
+            self._tasks.spawn(store.disown(ref), name="flight-disown", essential=False)
 
     async def _read(self, store: FlightStore) -> None:
         """Read the frames of all flights that are followed here, together."""
@@ -157,6 +163,9 @@ class Flights:
     def drain(self) -> None:
         """This gateway is stopping: flights that nobody here reads are handed over, the others when they are left."""
         self._closing = True
+        for timer in self._early.values():
+            timer.cancel()
+        self._early.clear()
         for flight in list(self._flights.values()):
             flight.close()
 

@@ -137,7 +137,7 @@ def test_flights_as_the_model_has_them() -> None:
             try:
                 run_state_machine_as_test(
                     machine(runner, redis),
-                    settings=settings(max_examples=250 if soak else 40, stateful_step_count=40),
+                    settings=settings(max_examples=250 if soak else 25, stateful_step_count=40),
                 )
             finally:
                 runner.run(connection.__aexit__(None, None, None))

@@ -216,8 +216,22 @@ async def test_the_inbox_tells_who_joins(gateways: Gateways) -> None:
     await gateways.b.join(ref, "a")
     async with asyncio.timeout(LIMIT_S):
         ids, place = await reader
-    assert ids == [ref.flight_id]
+    assert ids == [ref]
     assert await gateways.a.inbox(place, 0.01) == ([], place)
+
+
+async def test_a_lead_that_was_never_heard_of_is_given_up(gateways: Gateways) -> None:
+    ref = fresh_ref()
+    token = await begin(gateways.redis, ref, "a")
+    await gateways.b.disown(ref)
+    assert await gateways.b.keep(ref) == Held("led", token, "a"), "it is not b's to give up"
+    await gateways.a.disown(ref)
+    assert await gateways.b.take_over(ref, token) == Held("taken", token + 1, "b")
+    led = fresh_ref()
+    token = await begin(gateways.redis, led, "a")
+    await gateways.a.renew(led, token)
+    await gateways.a.disown(led)
+    assert await gateways.b.take_over(led, token) == Held("led", token, "a"), "one that is led stays"
 
 
 async def test_what_is_no_frame_breaks_the_flight_and_nothing_else(gateways: Gateways) -> None:
@@ -261,6 +275,7 @@ async def test_without_redis_there_are_no_answers_and_no_errors() -> None:
         assert await store.inbox("0-0", 0.01) == ([], "0-0")
         await store.join(ref, "b")
         await store.leave(ref)
+        await store.disown(ref)
         assert not store.ok
 
 
