@@ -106,11 +106,17 @@ def can_send(source: engine_pb2.WorkerInfo, target: engine_pb2.WorkerInfo) -> bo
     )
 
 
-def charges(pair: RankedPair, prompt_tokens: int) -> dict[str, int]:
-    """Credit of a placement: worker id → tokens that its next report will show."""
-    cost = max(1, prompt_tokens)
-    taken = {pair.decode.worker_id: cost}
+def charges(pair: RankedPair, prompt_tokens: int, *, queued: float = 1.0, inflight: float = 1.0) -> dict[str, int]:
+    """Credit of a placement: worker id → tokens of load that its next report will show, at most the prompt's.
+
+    queued, inflight: weights of a token to be computed and of one held in KV (see `score.Weights`).
+    """
+
+    def missing(candidate: Candidate) -> float:
+        return queued * (prompt_tokens - candidate.matched)
+
+    held = inflight * prompt_tokens
+    taken = {pair.decode.worker_id: held if pair.prefill else held + missing(pair.decode)}
     if pair.prefill:
-        best = pair.prefill[0]
-        taken[best.worker_id] = max(1, cost - best.matched)
-    return taken
+        taken[pair.prefill[0].worker_id] = missing(pair.prefill[0])
+    return {worker_id: max(1, min(prompt_tokens, round(tokens))) for worker_id, tokens in taken.items()}

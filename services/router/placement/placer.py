@@ -241,9 +241,10 @@ class Placer:
 
     def take(self, request_id: str, pair: RankedPair, ask: Ask) -> None:
         """The pair was named for the request."""
-        cost = charges(pair, ask.prompt_tokens)
+        weights = self.rules.weights
+        cost = charges(pair, ask.prompt_tokens, queued=weights.queued, inflight=weights.inflight)
         self.credit.take(request_id, cost)
-        if self.rules.weights.recent:
+        if weights.recent:
             self._decay()
             for worker_id, tokens in cost.items():
                 worker = self._fleet.get(worker_id)

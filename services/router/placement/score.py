@@ -31,10 +31,10 @@ class Weights:
     much. jitter: scores that close to the best are as good. session: bonus of a session's last worker.
     """
 
-    beta_prefill: float = 1.0
-    beta_decode: float = 1.0
+    beta_prefill: float = 1.5
+    beta_decode: float = 1.5
     queued: float = 1.0
-    inflight: float = 1.0
+    inflight: float = 0.1
     recent: float = 0.0
     recent_s: float = 10.0
     over: float = 2.0

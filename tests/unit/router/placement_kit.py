@@ -41,7 +41,7 @@ class Mesh:
         """A worker with `load` tokens that holds `matched` tokens (whole hashes of them); free pages: of 1000."""
         session = self.sessions[worker_id] = Session()
         self.fleet.register(worker_info(worker_id, role, **({"total_pages": 1000} | fields)), session)
-        self.load(worker_id, inflight_tokens=load, total_pages=1000, free_pages=1000 if free is None else free)
+        self.load(worker_id, queued_tokens=load, total_pages=1000, free_pages=1000 if free is None else free)
         self.sequences[worker_id] = 0
         held = split(chain(TOKENS, fields.get("base_seed", SEED), fields.get("page_size", PAGE)).hashes)
         self.events(worker_id, held[: matched // (8 * fields.get("page_size", PAGE))])

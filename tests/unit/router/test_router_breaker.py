@@ -169,7 +169,7 @@ def failing(mesh: Mesh, worker_id: str, times: int = 3, code: int = UNAVAILABLE,
 
 
 def make() -> Mesh:
-    mesh = Mesh(Rules(weights=Weights(jitter=0.0), breakers=RULES))
+    mesh = Mesh(Rules(weights=Weights(beta_prefill=1.0, beta_decode=1.0, jitter=0.0), breakers=RULES))
     return mesh.add("bad", matched=3 * STEP).add("good", load=500).add("p-bad", "prefill").add("p", "prefill", load=90)
 
 

@@ -18,7 +18,7 @@ from services.router.placement.pairs import can_send, charges
 from services.router.placement.placer import Rules
 from services.router.placement.score import Weights
 
-STEADY = Rules(weights=Weights(jitter=0.0))
+STEADY = Rules(weights=Weights(beta_prefill=1.0, beta_decode=1.0, jitter=0.0))
 
 
 def test_least_load_first() -> None:
@@ -91,7 +91,7 @@ def test_a_hot_prefix_does_not_pull_all_to_one_worker() -> None:
     for i in range(7):
         mesh.add(f"w{i}", load=1000)
     assert mesh.ranked()[0] == "holds"
-    mesh.load("holds", inflight_tokens=4000)
+    mesh.load("holds", queued_tokens=4000)
     assert mesh.ranked()[-1] == "holds"
 
 
@@ -206,7 +206,7 @@ def test_with_no_word_of_what_they_hold_two_are_drawn_and_the_less_loaded_gets_i
     mesh.clock.advance(2.9)
     assert {mesh.ranked()[0] for _ in range(50)} == {"w0"}
     for i in range(8):
-        mesh.load(f"w{i}", inflight_tokens=100 * i, running=1)
+        mesh.load(f"w{i}", queued_tokens=100 * i, running=1)
     mesh.clock.advance(0.2)
     assert len({mesh.ranked()[0] for _ in range(200)}) >= 5, "no events for 3 s while they work"
     mesh.events("w3")
@@ -347,7 +347,7 @@ def test_a_survey_tells_of_every_worker_why_it_is_where_it_is() -> None:
     assert all((row.rank == 0) == bool(row.excluded) for row in rows.values())
     best = rows["best"]
     assert (best.role, best.state, best.breaker) == ("decode", "serving", "closed")
-    assert (best.matched_tokens, best.load_tokens, best.credit_tokens) == (3 * STEP, 10, 3 * STEP + 4)
+    assert (best.matched_tokens, best.load_tokens, best.credit_tokens) == (3 * STEP, 10, 14)
     assert [pair.decode.worker_id for pair in survey.pairs] == sorted(
         (n for n, r in rows.items() if r.role == "decode" and r.rank), key=lambda name: rows[name].rank
     )
@@ -372,7 +372,7 @@ def test_a_survey_stays_as_it_was() -> None:
     mesh = Mesh(STEADY).add("a", load=10, matched=STEP).add("b", load=20)
     survey = mesh.placer.survey(mesh.ask())
     before = explain(survey)
-    mesh.load("a", inflight_tokens=99)
+    mesh.load("a", queued_tokens=99)
     mesh.leave("b")
     mesh.add("c").add("d")
     assert explain(survey) == before

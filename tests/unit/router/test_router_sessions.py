@@ -11,7 +11,7 @@ from services.router.placement.placer import Rules
 from services.router.placement.score import Weights
 from services.router.placement.sessions import Served, Sessions, name_hash, rendezvous
 
-STEADY = Rules(weights=Weights(jitter=0.0))
+STEADY = Rules(weights=Weights(beta_prefill=1.0, beta_decode=1.0, jitter=0.0))
 
 
 def turn(mesh: Mesh, session: str, request_id: str = "r", prompt: int = STEP) -> tuple[str, str]:
@@ -40,7 +40,7 @@ def test_a_session_stays_where_it_was() -> None:
 def test_the_bonus_is_soft() -> None:
     mesh = fleet()
     mesh.placer.sessions.note("s", Served("d5", "p3"))
-    mesh.load("d5", inflight_tokens=10_000, running=3)
+    mesh.load("d5", queued_tokens=10_000, running=3)
     assert turn(mesh, "s")[0] != "d5", "a busy worker"
     mesh = fleet().add("holds", matched=3 * STEP)
     mesh.placer.sessions.note("s", Served("d5", "p3"))
