@@ -67,13 +67,15 @@ class Job:
     """Higher goes first on workers; what nobody waits for has less than 0."""
 
     async def retarget(self, model: str) -> None:
-        """Become the same request for `model`. InvalidArgument and the like when it does not fit that one."""
+        """Become the same request for `model`, under the name it was asked by: what is remembered is found by that.
+
+        InvalidArgument and the like when it does not fit that model.
+        """
         if self.remake is None:
             raise Unavailable(f"{self.model!r} stands for another model now; send the request again")
         other = await self.remake(model)
         self.served, self.fingerprint, self.tokenizer = other.served, other.fingerprint, other.tokenizer
         self.token_ids, self.sampling = other.token_ids, other.sampling
-        self.model = model
 
     @property
     def unified_only(self) -> bool:
@@ -130,6 +132,8 @@ class Job:
             no_flight=no_flight,
             pinned_revision=pinned_revision,
             pinned_tokenizer=self.fingerprint if pinned_revision else "",
+            tokenized_for=self.served,
+            tokenizer_fingerprint=self.fingerprint,
         )
         self.prompt.fill(request, self.token_ids, request.cache_salt, kinds)
         return request

@@ -234,11 +234,11 @@ class Placer:
                 raise
             if first or not progress.decision_id:
                 progress.decision_id, progress.decided_by = response.decision_id, decided_by
-            if response.model and response.model != job.served and first:
-                # The alias stands for another model than we tokenized for: ask again, by that name.
+            kind = response.WhichOneof("decision")
+            if response.model and response.model != job.served and first and kind in (None, "placement"):
+                # The alias stands for another model than we tokenized for: ask again, with that one's prompt.
                 await job.retarget(response.model)
                 continue
-            kind = response.WhichOneof("decision")
             model = response.model or job.served
             if kind == "answer" and cache != pb.CACHE_MODE_OFF and len(response.answer.choices) == job.sampling.n:
                 answer = response.answer
@@ -384,6 +384,9 @@ class Placer:
                 full = True
             except KvmeshError as error:
                 if not (is_retryable(error) or isinstance(error, _ELSEWHERE)):
+                    raise
+                if job.limits.current(first_token_seen=share.heal).expired:
+                    # It was the request that had no time, which says nothing about the worker.
                     raise
                 log.warning("worker %s did not take %s: %s", candidate.link.info.worker_id, job.inner_id, error.message)
                 last = _for_client(error)

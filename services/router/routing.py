@@ -105,8 +105,14 @@ class Routing:
         until = time.monotonic() + budget
         served = self._served(models)
         with trace.part("exact"):
+            # Of several models, which one answers is not known yet, and so neither who leads.
             exact = await self._cache.exact_or_flight(
-                plan, served, gateway_id=request.gateway_id, budget_s=budget, count=not plan.only_cached
+                plan,
+                served,
+                gateway_id=request.gateway_id,
+                fly=len(models) == 1,
+                budget_s=budget,
+                count=not plan.only_cached,
             )
         if exact.answer is not None:
             return self._answer(exact.answer, plan, trace)
@@ -135,11 +141,23 @@ class Routing:
             trace.rows = lambda: explain(survey)
             if plan.only_cached:
                 raise NotCached("there is no remembered answer, and no other was allowed")
-            self._cache.missed(plan)
             if self._other_prompt(request, model):
-                self._end_flight(exact.flight)
-                trace.done("retokenize", model, "")
+                trace.done("other prompt", model, "")
                 return router_pb2.RouteResponse(model=model, cache=trace.outcome)
+            if len(models) > 1:
+                with trace.part("exact"):
+                    exact = await self._cache.exact_or_flight(
+                        plan,
+                        served,
+                        gateway_id=request.gateway_id,
+                        budget_s=until - time.monotonic(),
+                        count=not plan.only_cached,
+                    )
+                if exact.answer is not None:
+                    return self._answer(exact.answer, plan, trace)
+                if exact.kind == "follow":
+                    return self._follow(request, tenant, exact.flight, plan, trace)
+            self._cache.missed(plan)
             return self._place(request, tenant, survey, plan, exact.flight, trace)
         except BaseException:
             # Whoever follows must not wait for a leader that never was.
@@ -262,12 +280,11 @@ class Routing:
         self.feedback.remember(tenant, (request.request_id, request.client_request_id), decision, text)
         return decision.model
 
-    def _other_prompt(self, request: router_pb2.RouteRequest, model: str) -> bool:
-        """Whether the prompt was tokenized for another model, whose tokens mean nothing to this one."""
-        if request.tokenized_for in ("", model):
-            return False
-        tokenizers = {f.tokenizer for f in self._fleet.known_families() if f.model == model}
-        return request.tokenizer_fingerprint not in tokenizers or "" in tokenizers
+    @staticmethod
+    def _other_prompt(request: router_pb2.RouteRequest, model: str) -> bool:
+        """Whether the prompt was made for another model than the one that is to answer: its tokens may mean nothing to
+        this one, and its chains name other caches."""
+        return request.tokenized_for not in ("", model)
 
     # --- the end of a request -------------------------------------------------------------------------------------
 

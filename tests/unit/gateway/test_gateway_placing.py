@@ -33,7 +33,9 @@ async def test_an_alias_that_the_router_reads_otherwise(world: World) -> None:
     events = await world.ask(model="auto")
     assert text_of(events) == "other"
     assert events[0].accepted.model == "other"
-    assert [request.model for request in router.routes.items] == ["auto", "other"]
+    # By the name it was asked by: what is remembered for the alias is found by everybody who asks for it.
+    assert [request.model for request in router.routes.items] == ["auto", "auto"]
+    assert [request.tokenized_for for request in router.routes.items] == [first.info.model, "other"]
     (request,) = second.submits.items
     assert request.model == "other"
     assert len(request.token_ids) + request.sampling.max_tokens == 500
