@@ -149,6 +149,9 @@ class RouterSettings(ServiceSettings):
     embedder: Literal["minilm", "none", "hash"] = Field(
         default="minilm", description='Embedding model of the semantic cache; "hash" is for tests, "none" turns it off.'
     )
+    embed_timeout_ms: int = Field(
+        default=30, ge=1, le=10_000, description="Milliseconds an embedding gets before a request goes on without it."
+    )
     semantic_threshold: float = Field(
         default=0.95, ge=0.0, le=1.0, description="Least cosine similarity (tau) of a semantic hit."
     )
@@ -160,6 +163,15 @@ class RouterSettings(ServiceSettings):
     )
     semantic_max_entries: int = Field(
         default=100_000, ge=1, le=100_000_000, description="Vectors kept over all partitions."
+    )
+    semantic_max_bytes: int = Field(
+        default=384 * MIB,
+        ge=MIB,
+        le=1 << 40,
+        description="Bytes of vectors, questions and answers in memory; with Redis, answers leave first.",
+    )
+    semantic_index: Literal["cpu", "gpu"] = Field(
+        default="cpu", description='Where large partitions are searched; "gpu" needs faiss-gpu and a GPU.'
     )
     flight_ttl_s: float = Field(
         default=600.0, gt=0, le=86400, description="Seconds after which a running twin is forgotten."

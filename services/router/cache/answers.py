@@ -23,12 +23,13 @@ from services.router.cache.indices import Indices
 from services.router.cache.policy import CachePlan, CacheRules, Mode
 from services.router.cache.tenants import MAX_TENANTS, TenantCounts, Tenants
 from services.router.match import DEFAULT, Rules
+from services.router.near.builder import CellsMaker
 from services.router.near.embedder import load_embedder
 from services.router.near.entries import Entry
+from services.router.near.gpu import GpuMaker
 from services.router.near.nearcache import Candidate, NearCache, Origin
 from services.router.near.replica import Replica
 
-NEAR_MAX_BYTES = 256 << 20
 STORE_TIMEOUT_S = 2.0
 UNGUARDED = Rules(guards=frozenset(), threshold=0.0)
 """For tenants and models without guards: the threshold of the cosine alone decides."""
@@ -116,9 +117,11 @@ class AnswerCache:
             near = NearCache(
                 lambda: load_embedder(settings.embedder),
                 max_entries=settings.semantic_max_entries,
-                max_bytes=NEAR_MAX_BYTES,
+                max_bytes=settings.semantic_max_bytes,
                 ttl_s=settings.cache_ttl_s,
+                embed_timeout_s=settings.embed_timeout_ms / 1000,
                 fetchable=store is not None,
+                maker=GpuMaker if settings.semantic_index == "gpu" else CellsMaker,
             )
         return cls(
             store,
