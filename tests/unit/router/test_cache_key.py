@@ -103,6 +103,20 @@ def test_tokens_stand_in_for_the_digest_of_an_old_gateway() -> None:
     assert key(one).prompt != key(two).prompt
 
 
+def test_an_aliass_chat_is_its_messages() -> None:
+    """Several models' templates and tokenizers may make tokens of it: which one was tried first is no difference."""
+    rules = CacheRules(mode=Mode.SEMANTIC, embedder="minilm", aliases={"auto": "small|large"})
+    one = route_request(model="auto", prompt_digest=b"1" * 16, prompt_tokens=7, tokenizer_fingerprint="a")
+    two = route_request(model="auto", prompt_digest=b"2" * 16, prompt_tokens=8, tokenizer_fingerprint="b")
+    assert key(one, rules=rules) == key(two, rules=rules)
+    two.messages[0].content += "x"
+    assert key(one, rules=rules).partition != key(two, rules=rules).partition
+    # Where the text is not all there is, or the name stands for one model, tokens count.
+    assert key(one).exact != key(two).exact
+    raw = [route_request(model="auto", messages=[], prompt_digest=digest * 16) for digest in (b"1", b"2")]
+    assert key(raw[0], rules=rules).exact != key(raw[1], rules=rules).exact
+
+
 def test_order_in_a_map_is_no_difference() -> None:
     pairs = [(token, float(token)) for token in range(40)]
     one = route_request(sampling=inference_pb2.SamplingParams(temperature=0.0, logit_bias=dict(pairs)))
