@@ -403,11 +403,11 @@ class Generation:
         """A share found no worker. After a loss, failing to find another is told as that loss."""
         if not share.again:
             raise error
-        if share.heal and is_retryable(error) and not isinstance(error, NoWorker):
-            share.failures += 1
-            if share.failures < self._settings.max_attempts:
-                self._begin([share])
-                return
+        # What a worker refused, the placer has counted.
+        left = share.failures < self._settings.max_attempts
+        if share.heal and left and is_retryable(error) and not isinstance(error, NoWorker):
+            self._begin([share])
+            return
         metrics.counter(names.GATEWAY_HEALS).labels("failed").inc()
         if self._loss is not None and (share.heal or isinstance(error, Unavailable)):
             raise self._loss from error
