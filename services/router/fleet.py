@@ -129,7 +129,7 @@ class FleetListener(Protocol):
         """Registered, replaced, or another state."""
 
     def worker_loaded(self, worker_id: str) -> None:
-        """A new load."""
+        """A new load, or another state of its breaker."""
 
     def worker_left(self, worker_id: str) -> None:
         """Gone."""

@@ -10,6 +10,7 @@ from kvmesh.proto.v1 import router_pb2
 from services.router.fleet import Family
 from services.router.placement.breaker import MAX_BACKOFF_S, BreakerRules
 from services.router.placement.score import Weights
+from services.router.placement.sessions import session_key
 
 MAX_CHAINS = 8
 
@@ -85,5 +86,5 @@ class Ask:
             family=family,
             revision=request.pinned_revision,
             tokenizer=request.pinned_tokenizer,
-            session=f"{tenant}\0{request.session_id}" if request.session_id else "",
+            session=session_key(tenant, request.session_id) if request.session_id else "",
         )

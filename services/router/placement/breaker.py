@@ -43,13 +43,15 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerRules:
-    """When breakers open and how long they stay so. probe_s: a probe of which nothing is heard is given up."""
+    """When breakers open and how long they stay so. probe_s: a probe of which nothing is heard is given up. forget_s:
+    so long after its backoff a breaker that saw no failure is closed."""
 
     failures: int = 5
     window_s: float = 10.0
     backoff_s: float = 1.0
     max_backoff_s: float = MAX_BACKOFF_S
     probe_s: float = 30.0
+    forget_s: float = 300.0
 
 
 @dataclass(slots=True)
@@ -132,9 +134,20 @@ class Breakers:
         if breaker.open_until is None:
             breaker.ends.append((self._clock(), True))
         elif breaker.probe_at is not None:
-            del self._breakers[worker_id]
-            self._not_closed.discard(worker_id)
-            self._on_change(worker_id)
+            self._close(worker_id)
+
+    def expire(self) -> None:
+        """Close what has been open or half-open for long without a failure: workers that left, or were not chosen."""
+        oldest = self._clock() - self._rules.forget_s
+        for worker_id in list(self._not_closed):
+            until = self._breakers[worker_id].open_until
+            if until is not None and until < oldest:
+                self._close(worker_id)
+
+    def _close(self, worker_id: str) -> None:
+        del self._breakers[worker_id]
+        self._not_closed.discard(worker_id)
+        self._on_change(worker_id)
 
     def _trip(self, worker_id: str, breaker: _Breaker, backoff_s: float) -> None:
         breaker.open_until, breaker.backoff_s = self._clock() + backoff_s, backoff_s

@@ -273,6 +273,7 @@ class Placer:
     def sweep(self) -> None:
         """End old credit, and show breakers that have become half-open. A few times a second."""
         self.credit.sweep()
+        self.breakers.expire()
         if not self.breakers.all_closed:
             for worker in list(self._fleet.workers):
                 self._show_breaker(worker.worker_id)

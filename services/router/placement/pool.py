@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from kvmesh.proto.v1 import engine_pb2
 from services.router.fleet import Family, Worker
 from services.router.placement.pairs import KvKind, can_prefill, can_receive, decodes
+from services.router.placement.score import Ints
 from services.router.placement.sessions import name_hash
+
+T = TypeVar("T")
 
 _STATES = {
     engine_pb2.WORKER_STATE_STARTING: "starting",
@@ -50,11 +54,9 @@ class Pool:
         self.page = np.array([max(1, i.page_size) for i in infos], np.int64)
         self.names = np.array([name_hash(i.worker_id) for i in infos], np.uint64)
         families = [worker.family for worker in self.workers]
-        self.families = sorted(set(families))
-        self.family = np.array([self.families.index(family) for family in families], np.int64)
+        self.families, self.family = _numbered(families)
         kinds = [KvKind.of(info) for info in infos]
-        self.kinds = sorted(set(kinds), key=kinds.index)
-        self.kind = np.array([self.kinds.index(kind) for kind in kinds], np.int64)
+        self.kinds, self.kind = _numbered(kinds)
         # [source kind, target kind]: why not, "" = it fits.
         self.mismatch = [[source.mismatch(target) for target in self.kinds] for source in self.kinds]
         self.fits = np.array([[not why for why in row] for row in self.mismatch], np.bool_)
@@ -70,3 +72,10 @@ class Pool:
             return f"no worker serves model {self.model!r} now"
         told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
         return f"no worker serves model {self.model!r} now: of those that could, {told}"
+
+
+def _numbered(values: Sequence[T]) -> tuple[list[T], Ints]:
+    """The distinct values, in order of appearance, and the number of each one given."""
+    numbers: dict[T, int] = {}
+    found = [numbers.setdefault(value, len(numbers)) for value in values]
+    return list(numbers), np.array(found, np.int64)

@@ -51,6 +51,11 @@ class Sessions:
             self._served.popitem(last=False)
 
 
+def session_key(tenant: str, session_id: str) -> str:
+    """The key of a tenant's session: of one length, whatever a client calls it."""
+    return hashlib.blake2b(f"{tenant}\0{session_id}".encode(), digest_size=16).hexdigest()
+
+
 def name_hash(name: str) -> int:
     """64 bits of a session's or worker's name, the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

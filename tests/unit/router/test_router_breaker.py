@@ -64,6 +64,19 @@ def test_a_probe_of_which_nothing_is_heard_is_given_up() -> None:
     assert breakers.allows("w", 1)
 
 
+def test_a_breaker_of_which_nothing_is_heard_does_not_stay_for_ever() -> None:
+    clock, told = FakeClock(), []
+    breakers = Breakers(RULES, clock, on_change=told.append)
+    for _ in range(3):
+        breakers.failed("gone", 1, UNAVAILABLE)
+    clock.advance(300.9)
+    breakers.expire()
+    assert not breakers.all_closed
+    clock.advance(0.2)
+    breakers.expire()
+    assert (breakers.all_closed, breakers.state("gone", 1), told) == (True, "closed", ["gone", "gone"])
+
+
 @pytest.mark.parametrize("code", sorted(code.value[0] for code in StatusCode))
 def test_only_what_accuses_the_worker_counts(code: int) -> None:
     breakers = Breakers(RULES, FakeClock())

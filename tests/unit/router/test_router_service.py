@@ -153,6 +153,27 @@ async def test_the_end_of_the_stream_removes(router: Router) -> None:
     await until(lambda: len(router.service.fleet) == 0, "all gone")
 
 
+async def test_lost_events_are_asked_for_at_once(router: Router) -> None:
+    """Not with the next heartbeat: until then the worker's prefixes are not known."""
+    async with attached(router, worker_info("a")) as (a,):
+        await a.send(router_pb2.AttachRequest(kv=kv_events(1, [b"x" * 16])))
+        await a.send(router_pb2.AttachRequest(kv=kv_events(3, [b"y" * 16])))
+        beats = []
+        while not beats or not beats[-1].need_snapshot:
+            beats.append(await a.heartbeat())
+        assert len(router.service.fleet.index) in (0, 1), "hidden, and cleared behind"
+        assert router.service.fleet.columns.synced.sum() == 0
+        await a.send(router_pb2.AttachRequest(kv=kv_events(4, [b"y" * 16], reset=True)))
+        await until(lambda: router.service.fleet.columns.synced.sum() == 1, "snapshot")
+        assert not (await a.heartbeat()).need_snapshot
+
+
+async def test_a_cordoned_fleet_says_so(router: Router) -> None:
+    async with attached(router, worker_info("d", state=engine_pb2.WORKER_STATE_CORDONED)):
+        with raises(Unavailable, "1 cordoned"):
+            await router.route(route_request())
+
+
 async def test_silence_removes_and_tells_why() -> None:
     async with running_router(worker_timeout_s=1.0) as router, attached(router, worker_info("a")) as (a,):
         await until(lambda: len(router.service.fleet) == 0, "silent worker")
