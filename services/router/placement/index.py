@@ -2,7 +2,7 @@
 
 A prompt's chain is walked once for all workers: the bitmap of those that hold everything up to a hash narrows from hash
 to hash, and a worker that drops out holds what came before. A cold prompt costs one look-up. Bitmaps are Python
-integers: up to 64 workers one costs what a word does, and for 512 an AND of two is still cheaper than a look-up.
+integers, no longer than their highest bit; those of one walk become one array, from which all depths are read.
 
 A worker that leaves, or starts a snapshot, is masked out at once; its bits are cleared a few at a time with each later
 change, and only then is its column given to another.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,9 @@ from kvmesh.kv.hashing import HASH_BYTES
 MAX_BLOCKS = 1 << 17
 """Hashes kept of one worker: every 8th of a million blocks. What comes beyond is not known, no more."""
 
+Ints = npt.NDArray[np.int64]
+
+_NONE: Ints = np.zeros(0, np.int64)
 _SWEEP_PER_CHANGE = 4
 _SWEEP_LEAST = 64
 
@@ -42,7 +45,8 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._bits: dict[bytes, int] = {}
         self._columns: dict[int, _Column] = {}
-        self._owner_of: list[int] = []
+        self._owner_of = np.full(64, -1, np.int64)
+        self._used = 0
         self._free: list[int] = []
         self._shown = 0
         self._dirty: deque[_Column] = deque()
@@ -56,9 +60,10 @@ class PrefixIndex:
     def reset(self, owner: int, limit: int = MAX_BLOCKS) -> None:
         """Forget what the owner holds and hide it until `show`. `limit`: hashes it can hold."""
         self.drop(owner)
-        bit = heapq.heappop(self._free) if self._free else len(self._owner_of)
+        bit = heapq.heappop(self._free) if self._free else self._used
+        self._used = max(self._used, bit + 1)
         if bit == len(self._owner_of):
-            self._owner_of.append(owner)
+            self._owner_of = np.concatenate([self._owner_of, np.full_like(self._owner_of, -1)])
         self._owner_of[bit] = owner
         self._columns[owner] = _Column(bit, min(limit, MAX_BLOCKS))
 
@@ -130,46 +135,39 @@ class PrefixIndex:
         column = self._columns.get(owner)
         return frozenset(column.held) if column is not None else frozenset()
 
-    def depths(self, packed: bytes) -> Iterator[tuple[int, list[int]]]:
-        """(leading hashes of the chain, owners that hold exactly so many), owners that hold none left out."""
-        bits, mask, depth = self._bits, self._shown, 0
+    def depths(self, packed: bytes) -> tuple[Ints, Ints]:
+        """Owners that hold the chain's first hash, and how many leading hashes each of them holds."""
+        bits, mask = self._bits, self._shown
+        masks: list[int] = []
+        runs: list[int] = []
         for block in split(packed):
             left = mask & bits.get(block, 0)
-            if left != mask:
-                if depth:
-                    yield depth, self._owners(mask ^ left)
-                if not left:
-                    return
-                mask = left
-            depth += 1
-        if depth and mask:
-            yield depth, self._owners(mask)
+            if left == mask and runs:
+                runs[-1] += 1
+                continue
+            if not left:
+                break
+            mask = left
+            masks.append(mask)
+            runs.append(1)
+        if not masks:
+            return _NONE, _NONE
+        width = (masks[0].bit_length() + 7) // 8
+        raw = np.frombuffer(b"".join([mask.to_bytes(width, "little") for mask in masks]), np.uint8)
+        held = np.unpackbits(raw.reshape(len(masks), width), axis=1, bitorder="little")
+        depths = np.array(runs, np.int64) @ held
+        columns = np.flatnonzero(depths)
+        return self._owner_of[columns], depths[columns]
 
-    def match(self, chains: Iterable[tuple[int, bytes]], size: int) -> npt.NDArray[np.int64]:
+    def match(self, chains: Iterable[tuple[int, bytes]], size: int) -> Ints:
         """Matched tokens by owner, for owners below `size`. chains: (tokens of one hash, packed hashes)."""
         matched = np.zeros(size, np.int64)
         for tokens, packed in chains:
-            owners: list[int] = []
-            depths: list[int] = []
-            for depth, there in self.depths(packed):
-                owners += there
-                depths += [depth * tokens] * len(there)
-            if owners:
+            owners, depths = self.depths(packed)
+            if len(owners):
                 # An owner comes up once in a chain.
-                matched[owners] = np.maximum(matched[owners], depths)
+                matched[owners] = np.maximum(matched[owners], depths * tokens)
         return matched
-
-    def _owners(self, mask: int) -> list[int]:
-        owner_of = self._owner_of
-        if mask.bit_count() <= 8:
-            found = []
-            while mask:
-                bit = mask.bit_length() - 1
-                found.append(owner_of[bit])
-                mask ^= 1 << bit
-            return found
-        raw = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
-        return [owner_of[bit] for bit in np.flatnonzero(np.unpackbits(raw, bitorder="little")).tolist()]
 
 
 def split(packed: bytes) -> list[bytes]:

@@ -163,7 +163,8 @@ def test_blocks_are_bounded_by_what_the_worker_can_hold(fleet: Fleet) -> None:
 
 def shown(fleet: Fleet, *hashes: bytes) -> list[int]:
     """Slots of the workers that are found by a chain of these hashes, whole."""
-    return [slot for depth, slots in fleet.index.depths(b"".join(hashes)) if depth == len(hashes) for slot in slots]
+    slots, depths = fleet.index.depths(b"".join(hashes))
+    return slots[depths == len(hashes)].tolist()
 
 
 def test_missing_events_hide_a_worker_until_a_whole_snapshot_came(fleet: Fleet, clock: FakeClock) -> None:

@@ -25,7 +25,9 @@ NAMES = [bytes([i]) * 16 for i in range(1, 40)]
 
 def owners(index: PrefixIndex, *names: bytes) -> dict[int, int]:
     """Owner → leading names it holds."""
-    return {owner: depth for depth, found in index.depths(b"".join(names)) for owner in found}
+    found, depths = index.depths(b"".join(names))
+    assert len(set(found.tolist())) == len(found)
+    return dict(zip(found.tolist(), depths.tolist(), strict=True))
 
 
 def shown(index: PrefixIndex, owner: int, *names: bytes) -> None:
