@@ -19,7 +19,7 @@ import pytest
 from kvmesh.errors import FailedPrecondition
 from router_helpers import FakeClock
 from services.router.near import batching
-from services.router.near.batching import COOL_S, FAILURES_TO_OPEN, HUNG_S, Batcher, Breaker
+from services.router.near.batching import COOL_S, FAILURES_TO_OPEN, Batcher, Breaker
 from services.router.near.embedder import MAX_TOKENS, Embedder, HashEmbedder, MiniLmEmbedder, _groups, load_embedder
 from services.router.near.search import Vector
 
@@ -320,7 +320,7 @@ def test_the_breaker_is_open_while_the_model_hangs() -> None:
 
     def hang() -> None:
         states.append(breaker.state)
-        clock.advance(HUNG_S + 0.01)
+        clock.advance(batching.HUNG_S + 0.01)
         states.append(breaker.state)
 
     for _ in range(FAILURES_TO_OPEN - 1):
@@ -330,7 +330,7 @@ def test_the_breaker_is_open_while_the_model_hangs() -> None:
     assert states == ["closed", "open"] * FAILURES_TO_OPEN
     assert breaker.state == "open", "but not each time"
     clock.advance(COOL_S)
-    breaker.run(lambda: clock.advance(HUNG_S / 2))
+    breaker.run(lambda: clock.advance(batching.HUNG_S / 2))
     assert breaker.state == "closed"
 
 
