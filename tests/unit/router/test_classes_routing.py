@@ -34,6 +34,9 @@ async def router(tmp_path: Path) -> AsyncIterator[Router]:
         class_threshold=0.5,
         class_feedback_file=tmp_path / "verdicts.jsonl",
     ) as made:
+        # No test of deadlines: a busy machine must not turn a vector into none.
+        assert made.service.cache.near is not None
+        made.service.cache.near._embed_timeout_s = LIMIT_S
         yield made
 
 

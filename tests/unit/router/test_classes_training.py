@@ -165,6 +165,18 @@ def test_a_gain_pays_for_the_better_baseline() -> None:
     assert lost.high < 0.0
 
 
+def test_the_gap_kept_is_half_at_random_and_more_by_a_good_order() -> None:
+    rng = np.random.default_rng(4)
+    groups = np.repeat(np.arange(20), 40)
+    weak = (rng.random(800) < 0.6).astype(float)
+    strong = np.ones(800)
+    for p, low, high in ((rng.random(800), 0.4, 0.6), (weak + 0.1 * rng.random(800), 0.75, 1.0)):
+        kept = judge.recovered(judge.curve(p, weak, strong), weak, strong)
+        interval = judge.recovered_interval(p, weak, strong, groups)
+        assert low < kept < high
+        assert interval[0] < kept < interval[1]
+
+
 def test_the_targets() -> None:
     rows = [Row("s", f"{i}", f"text {i}", bool(i & 1), bool(i & 2)) for i in range(4)]
     table = train.table(rows, lambda text: unit(len(text)))

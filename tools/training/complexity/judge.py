@@ -104,6 +104,18 @@ def recovered(line: Array, weak: Array, strong: Array) -> float:
     return float(np.trapezoid((quality - low) / (high - low), shares))
 
 
+def recovered_interval(p: Array, weak: Array, strong: Array, groups: Groups, *, seed: int = 0) -> tuple[float, float]:
+    """95 % interval of `recovered`, bootstrap over subjects (a tenth of REPLICATES: each is a whole curve)."""
+    rng = np.random.default_rng(seed)
+    rows_of = [np.flatnonzero(groups == g) for g in np.unique(groups)]
+    drawn = []
+    for _ in range(max(20, REPLICATES // 10)):
+        rows = np.concatenate([rows_of[i] for i in rng.integers(0, len(rows_of), len(rows_of))])
+        drawn.append(recovered(curve(p[rows], weak[rows], strong[rows], 26), weak[rows], strong[rows]))
+    low, high = np.nanquantile(drawn, (0.025, 0.975))
+    return float(low), float(high)
+
+
 def share_at(line: Array, quality: float) -> tuple[float, float]:
     """(share sent to the small pool, threshold) before the curve first falls below `quality`."""
     share, threshold = 0.0, 2.0
@@ -129,12 +141,12 @@ def confusion(p: Array, suffices: Array, threshold: float) -> list[tuple[str, in
     ]
 
 
-_COLOURS = ("#1f6feb", "#d97706", "#6b7280", "#059669")
+_COLOURS = ("#1f6feb", "#d97706", "#059669", "#7c3aed")
 
 
 def plot(path: Path, lines: Mapping[str, Array], weak_quality: float, title: str) -> None:
     """SVG of quality against the share sent to the small pool; the dashed line is random sending."""
-    width, height, left, top, w, h = 640, 420, 64, 40, 540, 310
+    width, height, left, top, w, h = 640, 440, 64, 60, 540, 310
     low = min([weak_quality] + [float(line[:, 2].min()) for line in lines.values()])
     high = max([1.0] + [float(line[:, 2].max()) for line in lines.values()])
     low, high = np.floor(low * 20) / 20, np.ceil(high * 20) / 20
@@ -146,7 +158,7 @@ def plot(path: Path, lines: Mapping[str, Array], weak_quality: float, title: str
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif"'
         ' font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{left}" y="24" font-size="14">{title}</text>',
+        f'<text x="{left}" y="22" font-size="14">{title}</text>',
     ]
     for i in range(6):
         x = left + w * i / 5
@@ -164,6 +176,7 @@ def plot(path: Path, lines: Mapping[str, Array], weak_quality: float, title: str
         colour = _COLOURS[i % len(_COLOURS)]
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts.append(f'<text x="{left + 12}" y="{top + h - 14 - 16 * i}" fill="{colour}">{name}</text>')
+    parts.append(f'<text x="{left + 12}" y="{top + h - 14 - 16 * len(lines)}" fill="#6b7280">random (dashed)</text>')
     parts.append(f'<text x="{left + w / 2}" y="{height - 20}" text-anchor="middle">sent to the small pool</text>')
-    parts.append(f'<text x="14" y="{top - 10}">quality (large pool = 1)</text></svg>')
+    parts.append(f'<text x="14" y="{top - 14}">quality (large pool = 1)</text></svg>')
     path.write_text("\n".join(parts) + "\n", encoding="utf-8")

@@ -53,6 +53,8 @@ def quality_lines(t: Table, held: HeldOut, judged: Mask) -> list[str]:
         shares = "  ".join(f"{q:.2f}: {judge.share_at(line, q)[0]:.2f}" for q in QUALITIES)
         kept = judge.recovered(line, weak, strong)
         lines.append(f"  {name:<10} share to the small pool at quality {shares}  gap kept {kept:.3f}")
+    low, high = judge.recovered_interval(held.probabilities["classifier"][judged], weak, strong, t.data.groups[judged])
+    lines.append(f"  the classifier's gap kept: 95 % {low:.3f} to {high:.3f} (bootstrap over subjects)")
     sent_at_random = "  ".join(f"{q:.2f}: {min(1.0, (1 - q) / (1 - floor)):.2f}" for q in QUALITIES)
     lines.append(f"  {'random':<10} share to the small pool at quality {sent_at_random}  gap kept 0.500")
     line = judge.curve(held.probabilities["classifier"][judged], weak, strong)

@@ -137,12 +137,13 @@ def seen(name: str) -> tuple[tuple[int, ...], bool]:
     return {"classifier": (every, True), "features": (every, False), "length": (length, False)}[name]
 
 
-def held_out(data: Data, *, seed: int = 0, models: tuple[str, ...] = MODELS) -> HeldOut:
-    """Nested cross-validation over subjects."""
+def held_out(data: Data, *, seed: int = 0, models: tuple[str, ...] = MODELS, share: float = 1.0) -> HeldOut:
+    """Nested cross-validation over subjects. `share`: part of the training rows of each fold that is used."""
     fold = fit.folds(data.groups, OUTER_FOLDS, seed)
     found = {name: np.full(len(data.y), np.nan) for name in models}
+    used = np.random.default_rng(seed).random(len(data.y)) < share
     for k in np.unique(fold):
-        train, test = data.of(fold != k), fold == k
+        train, test = data.of((fold != k) & used), fold == k
         for name in models:
             columns, use_vector = seen(name)
             one = fit.fit(train, columns=columns, use_vector=use_vector, seed=seed)
