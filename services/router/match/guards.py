@@ -1,180 +1,226 @@
 """Guards: reasons why two texts that embed alike do not ask the same.
 
 Embeddings are nearly blind to a negation, a swapped number, name or order. A guard that cannot tell refuses: a miss
-costs one generation, a false hit is a wrong answer. The lists are English; in any other language the word rules see
-unknown words only and so refuse everything but texts of the same words in the same order.
+costs one generation, a false hit is a wrong answer. The rules are English; in any other language texts must have the
+same words in the same order.
 """
 
 from __future__ import annotations
 
-import re
-import unicodedata
-from dataclasses import dataclass
+from collections import Counter
 
-from services.router.match.wordlists import (
-    ANTONYMS,
-    AUXILIARIES,
-    FILLERS,
-    FRAMES,
-    INTERROGATIVES,
-    MODALS,
-    NEGATIONS,
-    NUMBER_WORDS,
-    PIVOTAL,
-    PLACED,
-    PREPOSITIONS,
-    fold,
-)
+from services.router.match.align import Alignment, align, compared, opposite, weight
+from services.router.match.lexicon import lexicon
+from services.router.match.reading import Reading, read
+from services.router.match.wordlists import DIRECTIONS, MODALS, PIVOTAL, UNITS
 
-_TOKEN = re.compile(r"(?<![^\s(=])-\d+(?:[.,:]\d+)*|\d+(?:[.,:]\d+)*|[^\W\d_]+(?:[''][^\W\d_]+)*|[^\w\s]|_", re.UNICODE)
-_QUOTED = re.compile(r"`([^`]+)`|\"([^\"]+)\"|“([^”]+)”|«([^»]+)»")
-_SENTENCE_ENDS = frozenset(".!?:;\n")
-_IGNORED_MARKS = frozenset(".,!?;:'\"()[]…“”«»`-–—_¿¡")
-# "What is the best way to …" asks "how to …".
-_WAY = re.compile(
-    r"\bwhat(?:'s| is| are) (?:the |a )?(?:best |good |right |proper |easiest )?(?:way|method)s? (?:to|for|of)\b", re.I
+GUARDS = (
+    "language",
+    "numbers",
+    "units",
+    "negation",
+    "quotes",
+    "code",
+    "symbols",
+    "names",
+    "question",
+    "tense",
+    "antonyms",
+    "comparative",
+    "qualifier",
+    "modal",
+    "person",
+    "direction",
+    "order",
+    "entities",
+    "words",
 )
-_CONTRACTIONS = {
-    "can't": ["can", "not"],
-    "won't": ["will", "not"],
-    "shan't": ["shall", "not"],
-    "cannot": ["can", "not"],
+ALL = frozenset(GUARDS)
+# Weight of a word (see align.weight) from which on it is taken to matter.
+TELLING = 0.16
+# Content words beyond which one more cannot be seen in any share.
+LONG = 24
+
+_MEASURED = frozenset(unit for name, unit in UNITS.items() if len(name) > 2)
+
+# Kinds of questions that may be another way to ask the same; the verifier sees that they differ.
+_SOFT_KINDS = {
+    frozenset(pair)
+    for pair in (
+        ("", "how"),
+        ("", "what"),
+        ("", "mean"),
+        ("what", "mean"),
+        ("how", "how?"),
+        ("", "difference"),
+        ("what", "how work"),
+        ("", "how work"),
+        ("", "why"),
+        ("", "where"),
+        ("", "when"),
+        ("", "cost"),
+        ("can", "polar can"),
+        ("should", "polar should"),
+        ("must", "polar do"),
+        ("must", "polar must"),
+    )
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What the guards look at in one text."""
-
-    words: list[str]
-    numbers: list[str]
-    negations: int
-    names: frozenset[str]
-    marks: list[str]
-    quoted: list[str]
+def same_text(a: Reading, b: Reading) -> bool:
+    """Nothing but capitals, punctuation and spaces differ."""
+    return a.raw == b.raw and a.marks == b.marks and not _codes_differ(a, b) and not _quotes_differ(a, b)
 
 
-def refusal(asked: str, remembered: str) -> str:
-    """Why the remembered text is not the asked one: "numbers", "negation", …; "" when nothing speaks against it."""
-    if asked == remembered:
-        return ""
+def refusal(asked: str, remembered: str, guards: frozenset[str] = ALL) -> str:
+    """The first of `guards` that refuses the pair; "" when none does."""
     a, b = read(asked), read(remembered)
-    if a.numbers != b.numbers:
-        return "numbers"
-    if a.negations != b.negations:
-        return "negation"
-    if a.quoted != b.quoted:
-        return "quotes"
-    if a.marks != b.marks:
-        return "symbols"
-    # A name in one text may be written small in the other: then it is among the other's words.
-    if (a.names - set(b.words)) or (b.names - set(a.words)):
-        return "names"
-    return _words_differ(a.words, b.words, anchored=bool(a.numbers or a.quoted))
+    return "" if asked == remembered or same_text(a, b) else refuse(a, b, align(a, b), guards)
 
 
-def _words_differ(a: list[str], b: list[str], *, anchored: bool) -> str:
-    """`anchored`: the texts share something besides words that the question is about."""
-    only_a, only_b = set(a) - set(b), set(b) - set(a)
-    for word in only_a:
-        if not ANTONYMS.get(word, frozenset()).isdisjoint(only_b):
-            return "antonyms"
-    if (only_a | only_b) & PIVOTAL:
-        return "qualifier"
-    if not _same_kind(a, b):
-        return "question"
-    for kind in (PREPOSITIONS, MODALS):
-        if (only_a & kind) and (only_b & kind):
-            return "grammar"
-    if (only_a | only_b) - FILLERS:
-        return "words"
-    common = set(a) & set(b)
-    if not common - FILLERS and not anchored and set(a) != set(b):
-        return "nothing shared"
-    ordered = common - (FILLERS - PLACED)
-    if _order(a, ordered) != _order(b, ordered):
-        return "order"
+def refuse(a: Reading, b: Reading, pairs: Alignment, guards: frozenset[str] = ALL) -> str:
+    """As `refusal`, of texts already read and aligned."""
+    for name in GUARDS:
+        if name in guards and _CHECKS[name](a, b, pairs):
+            return name
     return ""
 
 
-def _same_kind(a: list[str], b: list[str]) -> bool:
-    """Both ask what, who, how, …; or one does and the other says "tell me …" or just names the thing."""
-    asks_a, asks_b = INTERROGATIVES.intersection(a), INTERROGATIVES.intersection(b)
-    if asks_a == asks_b:
-        return bool(asks_a) or _is_polar(a) == _is_polar(b)
-    if asks_a and asks_b:
-        return False
-    return not _is_polar(b if asks_a else a)
+def soft_kinds(a: Reading, b: Reading) -> bool:
+    """The kinds differ, but need not mean another question."""
+    return a.kind != b.kind and frozenset((a.kind, b.kind)) in _SOFT_KINDS
 
 
-def _is_polar(words: list[str]) -> bool:
-    """A question that yes or no answers."""
-    return bool(words) and words[0] in AUXILIARIES and FRAMES.isdisjoint(words)
+def _language(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    return not (a.english and b.english)
 
 
-def _order(words: list[str], shared: set[str]) -> list[str]:
-    """The shared words in the order of their first occurrence."""
-    return list(dict.fromkeys(word for word in words if word in shared))
+def _numbers(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    return Counter(a.numbers) != Counter(b.numbers)
 
 
-def read(text: str) -> Reading:
-    """Take a text apart."""
-    text = unicodedata.normalize("NFKC", text).replace("’", "'")
-    text = _WAY.sub("How to", text)
-    words: list[str] = []
-    numbers: list[str] = []
-    names: set[str] = set()
-    marks: list[str] = []
-    negations = 0
-    starts = True
-    for match in _TOKEN.finditer(text):
-        token = match.group()
-        if token[-1].isdigit():
-            numbers.append(_number(token))
-            starts = False
-            continue
-        if not token[0].isalpha():
-            if token not in _IGNORED_MARKS:
-                marks.append(token)
-            starts = token in _SENTENCE_ENDS or starts
-            continue
-        for word in _split(token.lower()):
-            if word in NUMBER_WORDS:
-                numbers.append(NUMBER_WORDS[word])
-            elif word in NEGATIONS:
-                negations += 1
-            else:
-                words.append(fold(word))
-        if _is_name(token, starts):
-            names.add(fold(_split(token.lower())[0]))
-        starts = False
-    quoted = ["".join(parts) for parts in _QUOTED.findall(text)]
-    return Reading(words, numbers, negations, frozenset(names), marks, quoted)
+def _units(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    if Counter(a.units) != Counter(b.units):
+        return True
+    # Opening hours, opening days.
+    return any(x in _MEASURED for x in pairs.only_a) and any(y in _MEASURED for y in pairs.only_b)
 
 
-def _is_name(token: str, starts: bool) -> bool:
-    """Capitals inside a sentence, or several in one word anywhere."""
-    capitals = sum(char.isupper() for char in token)
-    return token not in ("I", "I'm", "I'd", "I've", "I'll") and (capitals > 1 or (capitals == 1 and not starts))
+def _negation(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    return a.negations != b.negations
 
 
-def _split(word: str) -> list[str]:
-    if word in _CONTRACTIONS:
-        return _CONTRACTIONS[word]
-    stem, mark, tail = word.partition("'")
-    if not mark:
-        return [word]
-    if tail == "t" and stem.endswith("n"):
-        return [stem[:-1], "not"]
-    # 's, 're, 'll, 've, 'd, 'm
-    return [stem]
+def _quotes_differ(a: Reading, b: Reading) -> bool:
+    if a.quoted and b.quoted:
+        return Counter(a.quoted) != Counter(b.quoted)
+    for one, other in ((a, b), (b, a)):
+        spoken = f" {' '.join(other.raw)} "
+        if any(f" {' '.join(read(text).raw)} " not in spoken for text in one.quoted):
+            return True
+    return False
 
 
-def _number(token: str) -> str:
-    """One spelling a number: thousands separators and trailing zeros gone ("1,000.50" → "1000.5")."""
-    if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", token):
-        token = token.replace(",", "")
-    if re.fullmatch(r"\d+\.\d+", token):
-        token = token.rstrip("0").rstrip(".")
-    sign = "-" if token[0] == "-" else ""
-    return sign + (token.lstrip("-0") or "0")
+def _quotes(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    return _quotes_differ(a, b)
+
+
+def _codes_differ(a: Reading, b: Reading) -> bool:
+    """An identifier that the other text lacks; other capitals count when both texts have any."""
+    for one, other in ((a, b), (b, a)):
+        spelled = {code.lower(): code for code in other.codes}
+        for code in one.codes:
+            twin = spelled.get(code.lower())
+            if twin is None:
+                if code.lower() not in other.raw:
+                    return True
+            elif twin != code and twin != twin.lower() and code != code.lower():
+                return True
+    return False
+
+
+def _code(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    return _codes_differ(a, b)
+
+
+def _symbols(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    return a.marks != b.marks
+
+
+def _names(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    # A name in one text may be written small in the other: then it is among the other's words.
+    words_a, words_b = set(a.words), set(b.words)
+    return bool(((a.names & words_a) - (b.all_words | words_b)) or ((b.names & words_b) - (a.all_words | words_a)))
+
+
+def _question(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    return a.kind != b.kind and not soft_kinds(a, b)
+
+
+def _tense(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    return a.tense != b.tense and "past" in (a.tense, b.tense)
+
+
+def _antonyms(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    return any(
+        opposite(a.lowered.get(x, x), b.lowered.get(y, y))
+        for x in {*pairs.only_a, *(x for x, _ in pairs.synonyms)}
+        for y in {*pairs.only_b, *(y for _, y in pairs.synonyms)}
+    )
+
+
+def _comparative(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    """Cheaper, fastest: a comparative that the other text lacks."""
+    return any(
+        compared(text.lowered.get(word, word)) for text, rest in ((a, pairs.only_a), (b, pairs.only_b)) for word in rest
+    )
+
+
+def _qualifier(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    return not PIVOTAL.isdisjoint(pairs.only_a) or not PIVOTAL.isdisjoint(pairs.only_b)
+
+
+def _modal(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    only_a, only_b = a.all_words - b.all_words, b.all_words - a.all_words
+    return a.kind not in ("how", "cost", "how long") and bool(only_a & MODALS) and bool(only_b & MODALS)
+
+
+_STRICT = frozenset(["from", "without", "against", "between", "under", "over", "within"])
+
+
+def _person(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    """My name, your name; may I call you, may you call me. Where only one of them is named they may be the same."""
+    one, other = a.persons, b.persons
+    return bool(one and other and one != other)
+
+
+def _direction(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    heads_a, heads_b = (Counter(c.head for c in t.chunks if c.head in DIRECTIONS) for t in (a, b))
+    only_a, only_b = heads_a - heads_b, heads_b - heads_a
+    return pairs.turned or bool(only_a and only_b) or not _STRICT.isdisjoint([*only_a, *only_b])
+
+
+def _order(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    return not pairs.ordered
+
+
+def _entities(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    """A word that no dictionary has is a name, a product, a term: nothing can stand for it."""
+    words = lexicon()
+    for text, rest in ((a, pairs.only_a), (b, pairs.only_b)):
+        if any(not words.knows(text.lowered.get(word, word)) for word in rest):
+            return True
+    return False
+
+
+def _words(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    """A telling word in the place of another telling one; any word more or less in a long text."""
+    told_a, told_b = (
+        [w for w in rest if weight(text.lowered.get(w, w)) >= TELLING]
+        for text, rest in ((a, pairs.only_a), (b, pairs.only_b))
+    )
+    if max(len(a.words), len(b.words)) > LONG:
+        return bool(told_a or told_b)
+    return bool(told_a and told_b) and pairs.replaced
+
+
+_CHECKS = {name: globals()[f"_{name}"] for name in GUARDS}
