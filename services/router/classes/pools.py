@@ -101,8 +101,8 @@ class Classes:
         """Changes with whatever decides which model answers for an alias; "" without classes."""
         if not self._pools or self._weights is None:
             return ""
-        told = repr((sorted(self._pools.items()), self.threshold, self._weights.bias, self._weights.w_e.tolist()))
-        return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+        told = repr((sorted(self._pools.items()), self.threshold)).encode() + model.dump(self._weights)
+        return hashlib.blake2b(told, digest_size=8).hexdigest()
 
     def has(self, alias: str) -> bool:
         """Whether a name is an alias with classes."""

@@ -17,8 +17,11 @@ from tools.training.complexity.labels import Row
 
 
 @pytest.fixture(autouse=True)
-def _few_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "REPLICATES", 200)
+    monkeypatch.setattr(train, "OUTER_FOLDS", 5)
+    # So few rows show .05 by chance alone.
+    monkeypatch.setattr(train, "MAX_ECE", 0.12)
 
 
 def _args(path: Path, *more: str) -> argparse.Namespace:
@@ -47,6 +50,11 @@ def test_noise_ships_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert train_complexity.run(rows, embed_with(vectors), _args(path)) == 3
     assert "NOT MET" in capsys.readouterr().out
     assert not path.exists()
+
+
+def test_weights_that_miss_the_rule_are_marked(tmp_path: Path) -> None:
+    rows, vectors = planted(8, 30, 0.0, seed=3)
+    path = tmp_path / "w.npz"
     assert train_complexity.run(rows, embed_with(vectors), _args(path, "--unproven")) == 3
     assert not model.load(path, embedder="hash").passed
 
