@@ -7,14 +7,24 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
 from kvmesh.proto.v1 import router_pb2
-from kvmesh.store import RedisStore
+from kvmesh.store import RedisStore, client
 from router_harness import LIMIT_S
 from router_helpers import full_answer, route_request
+from services.router.cache import exact
 from services.router.cache.answers import AnswerCache, ExactOutcome
 from services.router.cache.policy import CacheRules, Mode
 
 SERVED = {("tiny", "r1")}
+
+
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever has a limit outlives any pause of a busy machine."""
+    monkeypatch.setattr(exact, "LEASE_MS", 60_000)
+    for name in ("CONNECT_TIMEOUT_S", "WRITE_TIMEOUT_S", "TAIL_TIMEOUT_S"):
+        monkeypatch.setattr(client, name, LIMIT_S)
 
 
 @contextlib.asynccontextmanager

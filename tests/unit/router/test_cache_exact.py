@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from redis.cluster import key_slot
 
-from cache_kit import SERVED, exact_cache, keep, look, told
+from cache_kit import SERVED, be_patient, exact_cache, keep, look, told
 from kvmesh.proto.v1 import inference_pb2, router_pb2
 from kvmesh.store import RedisStore, keys
 from kvmesh.store.keys import FlightKeys
@@ -22,17 +22,16 @@ from services.router.cache.exact import HEADER, MAGIC, ExactCache, Head
 from services.router.cache.fingerprint import family_tag, model_tag
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def valkey() -> Iterator[Valkey]:
     server = Valkey()
     yield server
     server.close()
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease outlives any pause of a busy machine."""
-    monkeypatch.setattr(exact, "LEASE_MS", 60_000)
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from cache_kit import exact_cache, keep, look, told
+from cache_kit import be_patient, exact_cache, keep, look, told
 from kvmesh.errors import InvalidArgument, Unavailable
 from kvmesh.store import events, keys
 from router_harness import Valkey, until
 from router_helpers import full_answer, route_request
-from services.router.cache import epoch, exact
+from services.router.cache import epoch
 from services.router.cache.answers import AnswerCache
 from services.router.cache.exact import Head
 from services.router.cache.fingerprint import family_tag, model_tag
@@ -23,17 +23,16 @@ from services.router.cache.tenants import Tenants
 BOTH = {("tiny", "r1"), ("tiny", "r2"), ("big", "r1")}
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def valkey() -> Iterator[Valkey]:
     server = Valkey()
     yield server
     server.close()
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease outlives any pause of a busy machine."""
-    monkeypatch.setattr(exact, "LEASE_MS", 60_000)
 
 
 @pytest.fixture

@@ -14,8 +14,14 @@ import redis.asyncio as aioredis
 from redis.asyncio.cluster import RedisCluster
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from cache_kit import be_patient
 from kvmesh.store import RedisStore, client
 from router_harness import LIMIT_S, SlowProxy, Valkey, until
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +156,7 @@ async def test_readers_that_block_keep_nobody_else_waiting(valkey: Valkey) -> No
     async with connected(valkey.url) as store:
         readers = [
             asyncio.create_task(
-                store.tail("read", lambda r: r.xread({"s": "$"}, block=20_000), None, timeout_s=client.TAIL_TIMEOUT_S)
+                store.tail("read", lambda r: r.xread({"s": "$"}, block=60_000), None, timeout_s=client.TAIL_TIMEOUT_S)
             )
             for _ in range(client.MAX_CONNECTIONS + 8)
         ]
@@ -162,7 +168,7 @@ async def test_readers_that_block_keep_nobody_else_waiting(valkey: Valkey) -> No
         replies = await asyncio.gather(*readers)
         assert all(reply[0][1][0][1] == {b"f": b"x"} for reply in replies)
         # One whose time runs out says nothing about Redis.
-        assert await store.tail("read", lambda r: r.xread({"s": "$"}, block=20_000), None, timeout_s=0.01) is None
+        assert await store.tail("read", lambda r: r.xread({"s": "$"}, block=60_000), None, timeout_s=0.01) is None
         assert store.ok
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cache_kit import be_patient
 from cache_requests import base, every_change
 from kvmesh.proto.v1 import inference_pb2, router_pb2
 from kvmesh.store import RedisStore, client
@@ -19,7 +20,6 @@ from kvmesh.telemetry import metrics, names
 from router_harness import LIMIT_S, AttachedWorker, Router, SlowProxy, Valkey, running_router, until
 from router_helpers import chat, full_answer, worker_info
 from router_helpers import route_request as flying_request
-from services.router.cache import exact
 from services.router.cache.answers import AnswerCache
 from services.router.cache.fingerprint import NOT_COMPARED
 from services.router.cache.policy import CacheRules, Mode
@@ -32,17 +32,16 @@ def route_request(text: str = "What is the capital of France?", **fields: Any) -
     return flying_request(text, **({"no_flight": True} | fields))
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def valkey() -> Iterator[Valkey]:
     server = Valkey()
     yield server
     server.close()
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease outlives any pause of a busy machine."""
-    monkeypatch.setattr(exact, "LEASE_MS", 60_000)
 
 
 @pytest.fixture(autouse=True)
