@@ -68,7 +68,10 @@ def mesh_of(router: str, token_file: str, secure: Secure) -> Mesh:
     state = read_state()
     if not router and state is None:
         raise fail("no mesh runs here (kvmesh up starts one); name a router with --router")
-    routers = tuple(part.strip() for part in (router or (state.router if state else "")).split(",") if part.strip())
+    if router or state is None:
+        routers = tuple(part.strip() for part in router.split(",") if part.strip())
+    else:
+        routers = tuple(state.routers) or (state.router,)
     token = token_file or (state.token_file if state and not router else "")
     try:
         metadata = ((MESH_TOKEN_KEY, MeshToken(Path(token)).current()),) if token else ()

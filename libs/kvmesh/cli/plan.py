@@ -42,6 +42,7 @@ class MeshOptions:
     transports: str = "shm,tcp"
     gateway_port: int = 8080
     router_port: int = 0
+    routers: int = 1
     cache: bool = True  # exact and semantic
     embedder: str = "minilm"
     dtype: str = "bf16"
@@ -59,7 +60,12 @@ class MeshPlan:
 
     stages: tuple[tuple[ProcessSpec, ...], ...]
     gateway_address: str
-    router_address: str
+    router_addresses: tuple[str, ...]
+
+    @property
+    def router_address(self) -> str:
+        """Of the first replica."""
+        return self.router_addresses[0]
 
     @property
     def workers(self) -> set[str]:
@@ -101,7 +107,9 @@ def plan_mesh(
     Ports of gateway, router and sidecars are fixed beforehand (`free_port` names one that nobody uses), because others
     hold their addresses and look for a successor there; engines bind a free port and tell the router.
     """
-    router = f"127.0.0.1:{options.router_port}"
+    addresses = [f"127.0.0.1:{options.router_port}"]
+    addresses += [f"127.0.0.1:{free_port()}" for _ in range(1, options.routers)]
+    routers = ",".join(addresses)
     gateway = f"127.0.0.1:{options.gateway_port}"
 
     def flags(service: str, name: str, **values: object) -> tuple[str, ...]:
@@ -136,18 +144,19 @@ def plan_mesh(
     first: list[ProcessSpec] = []
     if redis:
         first.append(ProcessSpec(name="redis", argv=redis, start_timeout_s=10.0, stop_timeout_s=5.0))
-    first.append(
+    first += [
         spec(
             "router",
-            "router",
+            f"router-{index}" if index else "router",
             "kvmesh.v1.Router",
-            listen=router,
+            listen=address,
             redis_url=redis_url,
             # The semantic cache needs no Redis: without this it would go on answering.
             cache="" if options.cache else "off",
             embedder=options.embedder if options.cache else "none",
         )
-    )
+        for index, address in enumerate(addresses)
+    ]
     sidecars: list[ProcessSpec] = []
     engines: list[ProcessSpec] = []
     roles = [("prefill", options.prefill), ("decode", options.decode), ("unified", options.unified)]
@@ -178,7 +187,7 @@ def plan_mesh(
                     dtype=options.dtype,
                     threads=options.threads or "",
                     sidecar_socket=socket,
-                    routers=router,
+                    routers=routers,
                 )
             )
     last = spec(
@@ -186,9 +195,9 @@ def plan_mesh(
         "gateway",
         "kvmesh.v1.Inference",
         listen=gateway,
-        routers=router,
+        routers=routers,
         redis_url=redis_url,
         model="scripted" if options.runner == "scripted" else options.model,
         credentials_file=options.credentials_file,
     )
-    return MeshPlan((tuple(first), tuple(sidecars), (*engines, last)), gateway, router)
+    return MeshPlan((tuple(first), tuple(sidecars), (*engines, last)), gateway, tuple(addresses))

@@ -20,6 +20,8 @@ class MeshState:
     run_dir: str
     token_file: str
     model: str
+    routers: tuple[str, ...] = ()
+    """All replicas; `router` is the first."""
 
     @property
     def alive(self) -> bool:

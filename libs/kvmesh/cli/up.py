@@ -164,6 +164,7 @@ async def running_mesh(
                 pid=os.getpid(),
                 gateway=plan.gateway_address,
                 router=plan.router_address,
+                routers=plan.router_addresses,
                 run_dir=str(run_dir),
                 token_file=str(token_file),
                 model="auto",
