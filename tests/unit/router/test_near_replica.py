@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from kvmesh.store import RedisStore, events, keys
-from router_harness import LIMIT_S, Valkey
+from router_harness import LIMIT_S, AttachedWorker, Valkey, running_router
+from router_helpers import route_request, worker_info
+from services.router import routing
 from services.router.cache.fingerprint import CacheKey
 from services.router.near import replica
 from services.router.near.embedder import HashEmbedder
@@ -269,6 +271,37 @@ def test_an_entry_packs_and_unpacks() -> None:
     for wrong in ({"vector": b""}, {"vector": b"x" * 5}, {"prompt": b"r"}, {"text": "x" * 70_000}):
         with pytest.raises(ValueError, match="another length"):
             events.Added.unpack(dataclasses.replace(added, **wrong).pack())  # type: ignore[arg-type]
+
+
+async def test_routers_share_semantic_answers(valkey: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the whole service: stored by one, told of by Redis, served by another and by one that starts later."""
+    monkeypatch.setattr(routing, "MAX_CACHE_S", LIMIT_S)
+    options = {
+        "redis_url": valkey.url,
+        "redis_timeout_ms": 10_000,
+        "embed_timeout_ms": 10_000,
+        "semantic_threshold": 0.7,
+    }
+    near = route_request("Tell me what is the capital of France")
+    async with running_router(**options) as one, running_router(instance="router-2", **options) as two:
+        async with AttachedWorker(one, worker_info("a")), AttachedWorker(two, worker_info("a")):
+            await one.ask(route_request("What is the capital of France?"), "Paris.")
+            async with asyncio.timeout(LIMIT_S):
+                while not (response := await two.route(near)).HasField("answer"):
+                    await asyncio.sleep(0.01)
+            answer = response.answer
+            assert (answer.kind, answer.choices[0].text, len(answer.purge_id)) == ("semantic", "Paris.", 32)
+            async with running_router(instance="router-3", **options) as three:
+                async with AttachedWorker(three, worker_info("a")):
+                    async with asyncio.timeout(LIMIT_S):
+                        await three.service.cache.rebuilt()
+                    assert (await three.route(near)).answer.purge_id == answer.purge_id
+                    assert three.service.cache.status().progress == 1.0
+                    await one.service.cache.purge(purge_id=answer.purge_id)
+                    for router in (one, two, three):
+                        async with asyncio.timeout(LIMIT_S):
+                            while (await router.route(near)).HasField("answer"):
+                                await asyncio.sleep(0.01)
 
 
 async def test_a_trimmed_stream_is_noticed(valkey: Valkey) -> None:
