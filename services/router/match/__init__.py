@@ -9,7 +9,7 @@ from services.router.match.align import align
 from services.router.match.features import features
 from services.router.match.guards import ALL, refuse, same_text
 from services.router.match.reading import read
-from services.router.match.verifier import verifier
+from services.router.match.verifier import shipped
 
 # Chosen on generated validation pairs, see tools/training/train_verifier.py.
 DEFAULT_THRESHOLD = 0.6
@@ -59,6 +59,6 @@ def judge(asked: str, remembered: str, cosine: float, rules: Rules = DEFAULT) ->
     guard = refuse(a, b, pairs, rules.guards)
     if guard:
         return Verdict(False, guard, 0.0)
-    probability = verifier().probability(features(a, b, pairs, cosine))
+    probability = shipped().probability(features(a, b, pairs, cosine))
     same = probability >= rules.threshold
     return Verdict(same, "" if same else "verifier", probability)

@@ -67,6 +67,34 @@ _SOFT_KINDS = {
 }
 
 
+# Kinds that may ask the same in rare cases only, where what else is said is all the same.
+_FAR_KINDS = {
+    frozenset(pair)
+    for pair in (
+        ("what", "how"),
+        ("what", "when"),
+        ("what", "where"),
+        ("what", "who"),
+        ("what", "cost"),
+        ("what", "how long"),
+        ("what", "how many"),
+        ("what", "how much"),
+        ("how many", "how long"),
+        ("can", "polar is"),
+        ("can", "polar do"),
+        ("polar is", "polar do"),
+        ("polar is", "polar can"),
+        ("polar do", "polar can"),
+        ("must", "polar is"),
+        ("cost", "how"),
+        ("", "how long"),
+        ("", "how many"),
+        ("", "how much"),
+        ("", "who"),
+    )
+}
+
+
 def same_text(a: Reading, b: Reading) -> bool:
     """Nothing but capitals, punctuation and spaces differ."""
     return a.raw == b.raw and a.marks == b.marks and not _codes_differ(a, b) and not _quotes_differ(a, b)
@@ -89,6 +117,11 @@ def refuse(a: Reading, b: Reading, pairs: Alignment, guards: frozenset[str] = AL
 def soft_kinds(a: Reading, b: Reading) -> bool:
     """The kinds differ, but need not mean another question."""
     return a.kind != b.kind and frozenset((a.kind, b.kind)) in _SOFT_KINDS
+
+
+def far_kinds(a: Reading, b: Reading) -> bool:
+    """The kinds differ, and seldom ask the same."""
+    return frozenset((a.kind, b.kind)) in _FAR_KINDS
 
 
 def _language(a: Reading, b: Reading, pairs: Alignment) -> bool:
@@ -153,7 +186,9 @@ def _names(a: Reading, b: Reading, pairs: Alignment) -> bool:
 
 
 def _question(a: Reading, b: Reading, pairs: Alignment) -> bool:
-    return a.kind != b.kind and not soft_kinds(a, b)
+    if a.kind == b.kind or soft_kinds(a, b):
+        return False
+    return not far_kinds(a, b) or any(_telling(a, pairs.only_a)) or any(_telling(b, pairs.only_b))
 
 
 def _tense(a: Reading, b: Reading, pairs: Alignment) -> bool:
@@ -212,15 +247,17 @@ def _entities(a: Reading, b: Reading, pairs: Alignment) -> bool:
     return False
 
 
+def _telling(text: Reading, rest: tuple[str, ...]) -> list[bool]:
+    """Which of the words without a partner matter."""
+    return [weight(text.lowered.get(word, word)) >= TELLING for word in rest]
+
+
 def _words(a: Reading, b: Reading, pairs: Alignment) -> bool:
     """A telling word in the place of another telling one; any word more or less in a long text."""
-    told_a, told_b = (
-        [w for w in rest if weight(text.lowered.get(w, w)) >= TELLING]
-        for text, rest in ((a, pairs.only_a), (b, pairs.only_b))
-    )
+    told_a, told_b = any(_telling(a, pairs.only_a)), any(_telling(b, pairs.only_b))
     if max(len(a.words), len(b.words)) > LONG:
-        return bool(told_a or told_b)
-    return bool(told_a and told_b) and pairs.replaced
+        return told_a or told_b
+    return told_a and told_b and pairs.replaced
 
 
 _CHECKS = {name: globals()[f"_{name}"] for name in GUARDS}

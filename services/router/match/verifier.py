@@ -68,6 +68,6 @@ class Verifier:
 
 
 @lru_cache(maxsize=1)
-def verifier() -> Verifier:
+def shipped() -> Verifier:
     """The package's, read once."""
     return Verifier()

@@ -13,4 +13,5 @@ def wilson(hits: int, trials: int, z: float = 1.96) -> tuple[float, float]:
     middle = rate + z * z / (2 * trials)
     spread = z * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials))
     whole = 1 + z * z / trials
-    return max(0.0, (middle - spread) / whole), min(1.0, (middle + spread) / whole)
+    low = 0.0 if hits <= 0 else max(0.0, (middle - spread) / whole)
+    return low, 1.0 if hits >= trials else min(1.0, (middle + spread) / whole)
