@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvmesh.errors import KvmeshError
 from services.router.near.arena import Arena
 from services.router.near.search import Maker
 
@@ -52,7 +51,8 @@ class IndexBuilding:
         def wait() -> None:
             try:
                 built = maker.build(arena, rows)
-            except (KvmeshError, OSError, MemoryError) as exc:
+            except Exception as exc:
+                # Whatever it is, the partition goes on without.
                 self._post(lambda error=exc: self._lost(error))  # type: ignore[misc]
             else:
                 self._post(lambda: self._take(arena, name, lambda: arena.install(name, rows, generations, built)))
