@@ -158,7 +158,7 @@ class Generation:
             self._output.restore(choice, token_ids, end.finish, end.stop_reason)
         self._placing: dict[asyncio.Task[Placed], Share] = {}
         self._parts: dict[Key, Placed] = {}
-        self._last: Placed | None = None
+        self._worker = self._model = ""
         self._worker_end = engine_pb2.WorkerFinished()
         self._cached_tokens = 0
         self._accepted_at: float | None = None
@@ -195,6 +195,8 @@ class Generation:
         self._placing.clear()
         for placed in list(self._parts.values()):
             self._release(placed)
+        # Nothing that is over refers in circles: buffers go with the request, not with the next collection.
+        self._on_stop = None
 
     @property
     def usage(self) -> pb.Usage:
@@ -212,7 +214,7 @@ class Generation:
         now, end = self._loop.time(), self._worker_end
         first = self._first_token_at
         return pb.Served(
-            decode_worker=self._last.link.info.worker_id if self._last is not None else "",
+            decode_worker=self._worker,
             prefill_worker=end.prefill_worker,
             transport=end.transport,
             transfer_bytes=end.transfer_bytes,
@@ -264,7 +266,7 @@ class Generation:
             self._release(placed)
         answer = self._output.answer(self._revision, len(self._job.token_ids)) if self._job.may_store else None
         if answer is not None:
-            answer.model = self._job.served if self._last is None else self._last.model
+            answer.model = self._model or self._job.served
         return End(self.usage, self.served, self._output.finish_reasons, answer)
 
     def _over(self) -> bool:
@@ -355,14 +357,13 @@ class Generation:
                         raise
 
     def _inbox(self, share: Share) -> Inbox:
-        inbox = Inbox(
+        return Inbox(
             positions=share.positions,
             max_tokens=self._settings.buffer_tokens,
             max_bytes=self._settings.buffer_bytes,
-            on_failure=lambda error: self._attempt_failed(inbox, error),
+            on_failure=functools.partial(self._attempt_failed, share),
             wake=self._wake,
         )
-        return inbox
 
     async def _collect(self) -> None:
         """Take the placings that are done."""
@@ -373,7 +374,8 @@ class Generation:
             except KvmeshError as error:
                 self._unplaced(share, error)
                 continue
-            self._last = self._parts[placed.key] = placed
+            self._parts[placed.key] = placed
+            self._worker, self._model = placed.link.info.worker_id, placed.model
             self._cached_tokens = max(self._cached_tokens, placed.cached_tokens)
             if share.again:
                 metrics.counter(names.GATEWAY_HEALS).labels("ok").inc()
@@ -455,7 +457,7 @@ class Generation:
 
     def _finished(self, placed: Placed, end: engine_pb2.WorkerFinished) -> None:
         self._parts.pop(placed.key, None)
-        self._last, self._worker_end = placed, end
+        self._worker, self._worker_end = placed.link.info.worker_id, end
         self._cached_tokens = max(self._cached_tokens, end.cached_tokens)
         if self._of(placed.share):
             error = Internal("the worker ended the request before its choices")
@@ -468,13 +470,13 @@ class Generation:
         return [choice for choice in self._output.unfinished if choice in mine]
 
     # --- losing
-    def _attempt_failed(self, inbox: Inbox, error: KvmeshError) -> None:
+    def _attempt_failed(self, share: Share, error: KvmeshError) -> None:
         """From an inbox, whatever `run` is doing: the worker must not go on for nothing."""
         if isinstance(error, SlowReader):
             metrics.counter(names.GATEWAY_SLOW_READERS).inc()
             self.stop(error)
         for placed in list(self._parts.values()):
-            if placed.inbox is inbox:
+            if placed.share is share:
                 self._release(placed, forget=False)
 
     def _release(self, placed: Placed, *, forget: bool = True) -> None:

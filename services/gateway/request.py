@@ -136,6 +136,7 @@ class Request:
             self._grace.cancel()
         if self._timers is not None:
             self._timers.cancel()
+        self._running = None
 
     def _expire(self, limit: str) -> None:
         if limit == "total" or not self._first_token:
