@@ -184,14 +184,14 @@ class RouterSettings(ServiceSettings):
     )
     alternates: int = Field(default=3, ge=0, le=64, description="Ranked alternates returned with a placement.")
     beta_prefill: float = Field(
-        default=1.5,
+        default=1.2,
         ge=0.0,
         le=100.0,
         description="Weight of a prefill worker's relative load against the share of the prompt that it holds.",
     )
-    beta_decode: float = Field(default=1.5, ge=0.0, le=100.0, description="The same for decode workers.")
+    beta_decode: float = Field(default=1.2, ge=0.0, le=100.0, description="The same for decode workers.")
     session_bonus: float = Field(
-        default=0.1, ge=0.0, le=1.0, description="Score bonus of the worker that served a session last."
+        default=0.03, ge=0.0, le=1.0, description="Score bonus of the worker that served a session last."
     )
     local_prefill_tokens: int = Field(
         default=0,

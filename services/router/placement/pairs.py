@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from services.router.fleet import Family
+from services.router.placement.score import Weights
 
 _DECODES = (engine_pb2.WORKER_ROLE_DECODE, engine_pb2.WORKER_ROLE_UNIFIED)
 _PREFILLS = (engine_pb2.WORKER_ROLE_PREFILL, engine_pb2.WORKER_ROLE_UNIFIED)
@@ -104,6 +105,15 @@ def can_send(source: engine_pb2.WorkerInfo, target: engine_pb2.WorkerInfo) -> bo
         and source.worker_id != target.worker_id
         and not KvKind.of(source).mismatch(KvKind.of(target))
     )
+
+
+def work(pair: RankedPair, prompt_tokens: int, weights: Weights) -> dict[str, float]:
+    """What a placement makes its workers do, in tokens of load (see `Weights`)."""
+    answer = weights.recent_prompt * prompt_tokens + weights.recent_each
+    if not pair.prefill:
+        return {pair.decode.worker_id: answer + prompt_tokens - pair.decode.matched}
+    best = pair.prefill[0]
+    return {pair.decode.worker_id: answer, best.worker_id: prompt_tokens - best.matched}
 
 
 def charges(pair: RankedPair, prompt_tokens: int, *, queued: float = 1.0, inflight: float = 1.0) -> dict[str, int]:

@@ -21,7 +21,7 @@ from services.router.placement import score
 from services.router.placement.ask import Ask, Rules
 from services.router.placement.breaker import Breakers, State
 from services.router.placement.credit import CreditBook
-from services.router.placement.pairs import Candidate, RankedPair, charges
+from services.router.placement.pairs import Candidate, RankedPair, charges, work
 from services.router.placement.pool import Pool
 from services.router.placement.score import Floats, Ints
 from services.router.placement.sessions import Served, Sessions, rendezvous
@@ -130,7 +130,7 @@ class Placer:
         pool, ask, columns, weights = survey.pool, survey.ask, self._fleet.columns, self.rules.weights
         slots = pool.slots[at]
         matched, load = survey.matched[at], survey.load[at] + survey.credit[at]
-        relative = score.relative_load(load, ask.prompt_tokens)
+        relative = score.relative_load(load, ask.prompt_tokens, weights.idle)
         scores = score.score(matched, relative, ask.prompt_tokens, beta, weights)
         if ask.session and len(at):
             scores[self._of_session(pool, at, ask.session, last)] += weights.session
@@ -246,7 +246,7 @@ class Placer:
         self.credit.take(request_id, cost)
         if weights.recent:
             self._decay()
-            for worker_id, tokens in cost.items():
+            for worker_id, tokens in work(pair, ask.prompt_tokens, weights).items():
                 worker = self._fleet.get(worker_id)
                 if worker is not None:
                     self._fleet.columns.recent[worker.slot] += tokens

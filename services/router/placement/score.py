@@ -2,10 +2,10 @@
 
     score = matched / prompt − β · relative load − β_over · max(0, relative load − over) + bonus
 
-Relative load is a worker's tokens over (the mean of the candidates + the prompt): one hot worker raises the mean and so
-makes the others look closer together, never farther apart, and on an idle fleet a few tokens do not outweigh a held
-prefix. Far above the mean each further token weighs more (β_over), so that no prefix, however hot, pulls everything to
-one worker, while a worker a little above it keeps its prefix's requests.
+Relative load is a worker's tokens over (the mean of the candidates + the prompt + what an idle worker may have): one
+hot worker raises the mean and so makes the others look closer together, never farther apart, and on an idle fleet a
+few tokens do not outweigh a held prefix. Far above the mean each further token weighs more (β_over), so that no prefix,
+however hot, pulls everything to one worker, while a worker a little above it keeps its prefix's requests.
 
 A worker with more of the prompt and less load has the higher score, whatever the weights; the jitter keeps to that.
 """
@@ -26,28 +26,34 @@ class Weights:
     """How placement weighs.
 
     beta_prefill, beta_decode: relative load against the share of the prompt that is held. queued, inflight, recent:
-    tokens of load for a token waiting to be computed, for one held in KV, and for one that this router placed a moment
-    ago (decaying over `recent_s` seconds). over, beta_over: from which relative load on more is taken off, and how
-    much. jitter: scores that close to the best are as good. session: bonus of a session's last worker.
+    tokens of load for a token waiting to be computed, for one held in KV, and for one of work that this router placed a
+    moment ago (decaying over `recent_s` seconds). Work of a placement is what the worker has to compute of the prompt;
+    where it generates, `recent_prompt` of the whole prompt and `recent_each` tokens too, since nobody knows how long
+    the answer will be. idle: load that is next to nothing, in tokens. over, beta_over: from which relative load on more
+    is taken off, and how much. jitter: scores that close to the best are as good. session: bonus of a session's last
+    worker.
     """
 
-    beta_prefill: float = 1.5
-    beta_decode: float = 1.5
+    beta_prefill: float = 1.2
+    beta_decode: float = 1.2
     queued: float = 1.0
-    inflight: float = 0.1
-    recent: float = 0.0
+    inflight: float = 0.03
+    recent: float = 2.0
     recent_s: float = 10.0
+    recent_prompt: float = 0.5
+    recent_each: float = 256.0
+    idle: float = 4096.0
     over: float = 2.0
     beta_over: float = 1.0
     jitter: float = 0.02
-    session: float = 0.1
+    session: float = 0.03
 
 
-def relative_load(load: Floats, prompt_tokens: int) -> Floats:
-    """Of each candidate; about 1 on a busy fleet, at most the number of candidates."""
+def relative_load(load: Floats, prompt_tokens: int, idle: float) -> Floats:
+    """Of each candidate; about 1 on a busy fleet, near 0 on an idle one, at most the number of candidates."""
     if not len(load):
         return load
-    return load / (max(1, prompt_tokens) + float(load.sum()) / len(load))
+    return load / (max(1, prompt_tokens) + idle + float(load.sum()) / len(load))
 
 
 def score(matched: Ints, relative: Floats, prompt_tokens: int, beta: float, weights: Weights) -> Floats:

@@ -10,12 +10,17 @@ from router_helpers import SEED, FakeClock, chain, kv_events, worker_info
 from services.router.fleet import Fleet, Session
 from services.router.placement.index import split
 from services.router.placement.placer import Ask, Placer, Rules
+from services.router.placement.score import Weights
 
 PAGE = 4
 STEP = 8 * PAGE
 """Tokens of one hash."""
 
 TOKENS = list(range(1000, 1000 + 64 * STEP))
+
+
+PLAIN = Weights(beta_prefill=1.0, beta_decode=1.0, inflight=0.1, recent=0.0, idle=0.0, jitter=0.0, session=0.1)
+"""Numbers that a test can follow, whatever the defaults are tuned to."""
 
 
 class Mesh:

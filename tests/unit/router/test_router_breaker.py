@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvmesh.proto.v1 import router_pb2
-from placement_kit import STEP, Mesh
+from placement_kit import PLAIN, STEP, Mesh
 from router_helpers import FakeClock
 from services.router.placement.breaker import ACCUSING, BreakerRules, Breakers
 from services.router.placement.explain import explain
 from services.router.placement.placer import Rules
-from services.router.placement.score import Weights
 
 RULES = BreakerRules(failures=3, window_s=10.0, backoff_s=1.0, max_backoff_s=4.0, probe_s=8.0)
 UNAVAILABLE = StatusCode.UNAVAILABLE.value[0]
@@ -182,7 +181,7 @@ def failing(mesh: Mesh, worker_id: str, times: int = 3, code: int = UNAVAILABLE,
 
 
 def make() -> Mesh:
-    mesh = Mesh(Rules(weights=Weights(beta_prefill=1.0, beta_decode=1.0, jitter=0.0), breakers=RULES))
+    mesh = Mesh(Rules(weights=PLAIN, breakers=RULES))
     return mesh.add("bad", matched=3 * STEP).add("good", load=500).add("p-bad", "prefill").add("p", "prefill", load=90)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import FailedPrecondition, NotFound, Unavailable
 from kvmesh.proto.v1 import engine_pb2
-from placement_kit import STEP, Mesh
+from placement_kit import PLAIN, STEP, Mesh
 from services.router.fleet import Family
 from services.router.placement.explain import explain
 from services.router.placement.models import resolve_model
@@ -18,7 +18,7 @@ from services.router.placement.pairs import can_send, charges
 from services.router.placement.placer import Rules
 from services.router.placement.score import Weights
 
-STEADY = Rules(weights=Weights(beta_prefill=1.0, beta_decode=1.0, jitter=0.0))
+STEADY = Rules(weights=PLAIN)
 
 
 def test_least_load_first() -> None:

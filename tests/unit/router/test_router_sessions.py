@@ -6,12 +6,11 @@ from collections import Counter
 
 import numpy as np
 
-from placement_kit import STEP, Mesh
+from placement_kit import PLAIN, STEP, Mesh
 from services.router.placement.placer import Rules
-from services.router.placement.score import Weights
 from services.router.placement.sessions import Served, Sessions, name_hash, rendezvous
 
-STEADY = Rules(weights=Weights(beta_prefill=1.0, beta_decode=1.0, jitter=0.0))
+STEADY = Rules(weights=PLAIN)
 
 
 def turn(mesh: Mesh, session: str, request_id: str = "r", prompt: int = STEP) -> tuple[str, str]:
