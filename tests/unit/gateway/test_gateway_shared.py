@@ -287,6 +287,25 @@ def expire(world: World, request_id: str) -> None:
     request._expire("total")  # type: ignore[attr-defined]
 
 
+async def test_a_lost_worker_is_no_matter_of_those_who_follow(mesh: Mesh) -> None:
+    leader = mesh.worlds[0].chat("same")
+    await mesh.worker.submits.wait()
+    near, far = mesh.worlds[0].chat("same"), mesh.worlds[1].chat("same")
+    mesh.paced.allow(20)
+    for call in (leader, near, far):
+        assert (await next_event(call)).HasField("accepted")
+    await mesh.seen(1, 20)
+    mesh.worker.break_stream()
+    _, again = await mesh.worker.submits.wait(2)
+    assert len(again.token_ids) - again.prompt_len == 20
+    mesh.paced.allow()
+    for call in (leader, near, far):
+        events = await rest(call)
+        assert text_of(events) == TEXT
+        assert events[-1].finished.usage.completion_tokens == len(mesh.paced.ids)
+    assert len(mesh.worker.submits.items) == 2
+
+
 @pytest.mark.parametrize(("best_of", "replayed"), [(2, 41), (3, 0)])
 async def test_several_choices_are_taken_over_too(mesh: Mesh, best_of: int, replayed: int) -> None:
     sampling = {"n": 2, "best_of": best_of, "temperature": 1.0, "seed": 3}
