@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +43,7 @@ MAX_TAILS = 256
 """Connections of blocking reads; they are others than those of `run`."""
 
 TAIL_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 1.0
 MAX_PASSWORD_BYTES = 4096
 CLUSTER = "+cluster"
 
@@ -83,6 +84,7 @@ class RedisStore:
         # Waiting for one of our own connections must not look like a slow Redis.
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS - 1)
         self._tails = asyncio.Semaphore(MAX_TAILS)
+        self._abandoned: set[asyncio.Task[Any]] = set()
         self._timeouts = 0
         self._ok = False
         self._suspect = asyncio.Event()
@@ -115,13 +117,16 @@ class RedisStore:
             limit = min(limit, timeout_s)
         if not self._ok or limit <= 0:
             return default
-        asked, cancels = False, _cancels()
+        asked = False
+
+        async def asking() -> T:
+            nonlocal asked
+            async with self._slots:
+                asked = True
+                return await work(self._client)
+
         try:
-            async with asyncio.timeout(limit):
-                async with self._slots:
-                    asked = True
-                    result = await work(self._client)
-                    _heed(cancels)
+            result = await self._within(limit, asking())
         except _FAILURES as exc:
             # A caller in a hurry says nothing about Redis.
             if asked and not (isinstance(exc, _TIMEOUTS) and limit < min(self.timeout_s, FAIR_S)):
@@ -129,6 +134,30 @@ class RedisStore:
             return default
         self._timeouts = 0
         return result
+
+    async def _within(self, limit_s: float, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; TimeoutError after `limit_s` seconds, whatever becomes of it.
+
+        A task of its own, since a cancellation that meets the client at its making of a connection is lost there: the
+        caller would wait for the socket's own limit.
+        """
+        task = asyncio.create_task(work)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=limit_s)
+        finally:
+            if not task.done():
+                task.cancel()
+                self._abandoned.add(task)
+                task.add_done_callback(self._let_go)
+        if not done:
+            raise TimeoutError
+        return task.result()
+
+    def _let_go(self, task: asyncio.Task[Any]) -> None:
+        self._abandoned.discard(task)
+        if not task.cancelled():
+            # Seen by nobody else, and of no interest.
+            task.exception()
 
     async def script(
         self,
@@ -152,13 +181,13 @@ class RedisStore:
         """
         if not self._ok:
             return default
-        cancels = _cancels()
+
+        async def reading() -> T:
+            async with self._tails:
+                return await work(self._tailing)
+
         try:
-            async with asyncio.timeout(min(timeout_s, TAIL_TIMEOUT_S)):
-                async with self._tails:
-                    result = await work(self._tailing)
-                    _heed(cancels)
-                    return result
+            return await self._within(min(timeout_s, TAIL_TIMEOUT_S), reading())
         except _FAILURES as exc:
             if not isinstance(exc, _TIMEOUTS):
                 self._failed(operation, exc)
@@ -195,22 +224,26 @@ class RedisStore:
                 await asyncio.sleep(PROBE_INTERVAL_S)
 
     async def _probe(self) -> bool:
-        cancels = _cancels()
         try:
             # A connection, TLS and all, may take its time once; what is asked over it then may not.
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self._client.ping()
-                for hook in self.on_connect:
-                    await hook(self._client)
-            async with asyncio.timeout(self.timeout_s):
-                await self._client.ping()
-                _heed(cancels)
-        except _FAILURES:
+            await self._within(CONNECT_TIMEOUT_S, self._begin())
+            await self._within(self.timeout_s, self._ping())
+        except Exception as exc:
+            if not isinstance(exc, _FAILURES):
+                log.warning("redis is not used: its first operations failed", exc_info=True)
             # Connections of the pool may hang half-open: start anew.
             await _disconnect(self._client)
             await _disconnect(self._tailing)
             return False
         return True
+
+    async def _begin(self) -> None:
+        await self._client.ping()
+        for hook in self.on_connect:
+            await hook(self._client)
+
+    async def _ping(self) -> None:
+        await self._client.ping()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -219,23 +252,15 @@ class RedisStore:
             await self._client.aclose()
         finally:
             await self._tailing.aclose()
-
-
-def _cancels() -> int:
-    """How often the running task was told to end."""
-    task = asyncio.current_task()
-    return 0 if task is None else task.cancelling()
-
-
-def _heed(cancels: int) -> None:
-    """Raise a cancellation that came since `_cancels` and that the client lost: it sends by `asyncio.wait_for`, which
-    before Python 3.12 swallows one that comes in the step in which the sending ends."""
-    if _cancels() > cancels:
-        raise asyncio.CancelledError
+            if self._abandoned:
+                # Their connections are gone.
+                for task in self._abandoned:
+                    task.cancel()
+                await asyncio.wait(self._abandoned, timeout=CLOSE_TIMEOUT_S)
 
 
 def _client(url: str, cluster: bool, connections: int, socket_timeout_s: float, options: dict[str, Any]) -> Any:
-    # The socket's limit is only the outer one: what an operation may take is `run`'s to say.
+    # The socket's limit bounds what was abandoned; what an operation may take is `run`'s to say.
     # A retry inside the client would multiply the limit; ours is the breaker.
     common: dict[str, Any] = {
         "socket_timeout": socket_timeout_s,

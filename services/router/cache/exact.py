@@ -26,8 +26,9 @@ HEADER = _HEAD.size
 LEASE_MS = 3000
 """Life of a flight's pointer, renewed each second by its leader's gateway."""
 
-COUNTER_MS = 86_400_000
-"""Longer than any request lives, so that no token is given out twice while anybody holds one."""
+COUNTER_MS = 900_000
+"""Of the tokens' counter, of which every question leaves one behind. A flight that lives longer knows its own token,
+and whoever takes it over takes a higher one."""
 
 _WELL_FORMED = f"""
 local function stored(key, most)
