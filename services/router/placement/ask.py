@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvmesh.config import RouterSettings
-from kvmesh.kv.hashing import CHAIN_STRIDE
+from kvmesh.kv.hashing import CHAIN_STRIDE, HASH_BYTES
 from kvmesh.proto.v1 import router_pb2
 from services.router.fleet import Family
 from services.router.placement.breaker import MAX_BACKOFF_S, BreakerRules
@@ -13,6 +13,7 @@ from services.router.placement.score import Weights
 from services.router.placement.sessions import session_key
 
 MAX_CHAINS = 8
+MAX_HASHES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,10 @@ class Ask:
     @classmethod
     def of(cls, request: router_pb2.RouteRequest, model: str, tenant: str, family: Family | None = None) -> Ask:
         """The placement part of a request whose name stands for `model`."""
-        chains = tuple((chain.block_size * CHAIN_STRIDE, chain.hashes) for chain in request.chains[:MAX_CHAINS])
+        chains = tuple(
+            (chain.block_size * CHAIN_STRIDE, chain.hashes[: MAX_HASHES * HASH_BYTES])
+            for chain in request.chains[:MAX_CHAINS]
+        )
         return cls(
             model=model,
             prompt_tokens=request.prompt_tokens,

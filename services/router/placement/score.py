@@ -42,7 +42,7 @@ class Weights:
     recent_s: float = 10.0
     recent_prompt: float = 0.5
     recent_each: float = 256.0
-    idle: float = 4096.0
+    idle: float = 8192.0
     over: float = 2.0
     beta_over: float = 1.0
     jitter: float = 0.02

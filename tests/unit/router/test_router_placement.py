@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import FailedPrecondition, NotFound, Unavailable
-from kvmesh.proto.v1 import engine_pb2
+from kvmesh.proto.v1 import engine_pb2, router_pb2
 from placement_kit import PLAIN, STEP, Mesh
 from services.router.fleet import Family
 from services.router.placement.explain import explain
 from services.router.placement.models import resolve_model
 from services.router.placement.pairs import can_send, charges
-from services.router.placement.placer import Rules
+from services.router.placement.placer import Ask, Rules
 from services.router.placement.score import Weights
 
 STEADY = Rules(weights=PLAIN)
@@ -376,3 +376,18 @@ def test_a_survey_stays_as_it_was() -> None:
     mesh.leave("b")
     mesh.add("c").add("d")
     assert explain(survey) == before
+
+
+def test_what_a_request_says_is_bounded() -> None:
+    request = router_pb2.RouteRequest(model="m", prompt_tokens=2**32 - 1, session_id="s" * 10**6)
+    for _ in range(20):
+        request.chains.add(base_seed=b"s" * 16, block_size=2**32 - 1, hashes=b"h" * 16 * 5000)
+    ask = Ask.of(request, "tiny", "acme")
+    assert len(ask.chains) == 8
+    assert all(len(hashes) == 4096 * 16 for _, hashes in ask.chains)
+    assert len(ask.session) == 32
+    assert ask.session != Ask.of(request, "tiny", "evil").session
+    mesh = Mesh().add("d", max_model_len=0)
+    mesh.events("d", [b"h" * 16])
+    (pair,) = mesh.placer.place(ask)
+    assert pair.decode.matched == 2**32 - 2
