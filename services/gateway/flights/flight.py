@@ -103,6 +103,7 @@ class Flight:
         self._members: list[Member] = []
         self._mirror = Mirror(self.log)
         self._broken = False
+        self._read_at = 0.0
         self._followers = 0
         self._joined_at = -1e9
         self._hand_over: KvmeshError | None = None
@@ -184,6 +185,8 @@ class Flight:
         if self.role is not Role.FOLLOW or place != self.place:
             return
         self.place = read.last
+        if read.frames:
+            self._read_at = self._loop.time()
         for frame in read.frames:
             outcome = self._mirror.apply(frame)
             if outcome == "failed" and self._mirror.error is not None:
@@ -388,6 +391,10 @@ class Flight:
             if self._broken or now - heard > self._pace.give_up_s or silent > self._pace.silence_s:
                 await self._alone()
                 return
+            if self._mirror.heard and now - self._read_at > self._pace.silence_s:
+                # Maybe nothing has come; or another Redis has taken over, whose clock is behind, and numbers anew.
+                self._rewind()
+                self._read_at = now
             if silent > self._pace.silence_s / 2 and not told_again:
                 told_again = True
                 await self._store.join(self.ref, self._leader)
@@ -425,8 +432,13 @@ class Flight:
                 self._broken = True
         return self.log.ended
 
+    def _rewind(self) -> None:
+        self._mirror.rewind()
+        self.place = FIRST
+
     async def _read_on(self) -> bool:
-        """Read all frames that there are. False when that is not possible now."""
+        """Read all frames that there are, from the first on, to be sure. False when that is not possible now."""
+        self._rewind()
         while not self.log.ended:
             place = self.place
             read = await self._store.read({self.ref: place})

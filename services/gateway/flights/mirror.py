@@ -42,6 +42,10 @@ class Mirror:
         self.error: KvmeshError | None = None
         """Why the leader gave up, or the flight failed."""
 
+    def rewind(self) -> None:
+        """Frames come from the first on again."""
+        self.token = 0
+
     def apply(self, frame: router_pb2.FlightFrame) -> Outcome:
         """Take one frame."""
         self.heard = True

@@ -370,6 +370,30 @@ async def test_frames_that_were_lost_are_told_anew(sides: list[Side]) -> None:
     assert len(engine.begun) == 1
 
 
+async def test_a_redis_that_numbers_anew_is_read_anew(valkey: Valkey) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        sides = [await Side(f"renumbered-{name}", valkey, replace(PACE, silence_s=0.2)).start() for name in "abc"]
+        for each in sides:
+            stack.push_async_callback(each.kill)
+        engine = Engine(length=30)
+        given = await sides[0].new_flight()
+        await sides[0].lead(given, engine)
+        one, _ = await sides[1].follow(given, engine)
+        engine.allow(4)
+        await seen(one, 4)
+        await sides[0].kill()
+        await lapse(sides, given)
+        await until(lambda: one.role is Role.LEAD)
+        # This one has read the frames of both leaders.
+        flight, member = await sides[2].follow(given, engine)
+        engine.allow(8)
+        await seen(flight, 8)
+        flight.place = "99999999999999-0"
+        engine.allow()
+        assert await whole(member) == engine.text()
+        assert len(engine.begun) == 2
+
+
 async def test_a_slow_reader_is_cut_alone(sides: list[Side]) -> None:
     engine = Engine(length=50)
     given = await sides[0].new_flight()
