@@ -28,7 +28,7 @@ from kvmesh.rpc.limits import RequestLimits
 from kvmesh.rpc.status import is_retryable, row
 from kvmesh.telemetry import metrics, names, tracing
 from services.gateway.demux import Key
-from services.gateway.heals import Heals
+from services.gateway.heals import MAX_DOUBLINGS, Heals
 from services.gateway.inbox import Inbox, SlowReader
 from services.gateway.job import Job, Progress, Share
 from services.gateway.output import Output
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 # All choices were cut by stop strings: the worker's own end brings its figures, but nobody should wait for it.
 END_WAIT_S = 1.0
+# Before a worker that has just failed a request is asked again; doubled with each failure.
+AGAIN_S = 0.1
 # A request that loses worker after worker, though each gives it tokens, may be what kills them.
 MAX_LOSSES = 32
 
@@ -351,7 +353,8 @@ class Generation:
                     raise
                 while not self._placer.serves(self._job, self._progress, share):
                     if self._placer.serves(self._job, Progress(), share):
-                        # There is nobody but who failed it already.
+                        # There is nobody but who failed it already: a moment later it may be ready again.
+                        await asyncio.sleep(AGAIN_S * 2.0 ** min(share.failures, MAX_DOUBLINGS))
                         self._progress.excluded.clear()
                     elif not await self._heals.wait_changed(until - self._loop.time()):
                         raise
