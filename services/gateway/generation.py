@@ -309,15 +309,15 @@ class Generation:
         """True once there is output that the next worker must go on from."""
         return self._first_token_at is not None or self._scored
 
-    def _shares(self, choices: Sequence[int], failures: int = 0) -> list[Share]:
+    def _shares(self, choices: Sequence[int], failures: int = 0, turned_away: int = 0) -> list[Share]:
         """How `choices` are submitted: all at once while there is nothing of them, else each for itself."""
         total = self._job.sampling.best_of
         tokens = {choice: list(self._output.tokens(choice)) for choice in choices}
         if len(choices) == total and not any(tokens.values()):
-            return [self._share(0, total, (), failures)]
-        return [self._share(choice, 1, tokens[choice], failures) for choice in choices]
+            return [self._share(0, total, (), failures, turned_away)]
+        return [self._share(choice, 1, tokens[choice], failures, turned_away) for choice in choices]
 
-    def _share(self, first_choice: int, choices: int, output: Sequence[int], failures: int) -> Share:
+    def _share(self, first_choice: int, choices: int, output: Sequence[int], failures: int, turned_away: int) -> Share:
         return Share(
             first_choice,
             choices,
@@ -327,6 +327,7 @@ class Generation:
             scored=self._scored,
             revision=self._revision if self._begun else "",
             failures=failures,
+            turned_away=turned_away,
         )
 
     def _begin(self, shares: Sequence[Share], decision: Decision | None = None) -> None:
@@ -342,7 +343,7 @@ class Generation:
         make = functools.partial(self._inbox, share)
         if not share.again:
             return await self._placer.place(self._job, self._progress, share, make, decision=decision)
-        pace = functools.partial(self._heals.turn, share.failures)
+        pace = functools.partial(self._heals.turn, share.failures + share.turned_away)
         until = self._loop.time() + self._heals.wait_s
         while True:
             try:
@@ -502,8 +503,14 @@ class Generation:
         if (healable and not isinstance(error, Overloaded)) or isinstance(error, Internal | DataLoss):
             self._progress.failed(info, error)
         moved = any(len(self._output.tokens(choice)) > len(share.output) for choice in choices)
-        failures = 1 if moved else share.failures + 1
-        self._losses += 1
+        failures, turned_away = (0, 0) if moved else (share.failures, share.turned_away)
+        if isinstance(error, Overloaded):
+            # No failure: it waits for room, as long as its limits let it.
+            turned_away += 1
+            self._progress.queued = True
+        else:
+            failures += 1
+            self._losses += 1
         if not healable or failures >= self._settings.max_attempts or self._losses > MAX_LOSSES * share.choices:
             raise error
         self._loss = error
@@ -513,7 +520,7 @@ class Generation:
             names.ATTR_REPLAYED_TOKENS: sum(len(self._output.tokens(choice)) for choice in choices),
         }
         trace.get_current_span().add_event("worker lost", attributes)
-        self._begin(self._shares(choices, failures))
+        self._begin(self._shares(choices, failures, turned_away))
 
     # --- the report
     def _report(self, code: int, answer: router_pb2.CachedAnswer | None) -> None:

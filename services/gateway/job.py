@@ -170,7 +170,7 @@ class Share:
     `output`: tokens of its one choice that are out already. `heal`: the client has seen output of this job, so that it
     goes on elsewhere instead of beginning anew; `revision` is then the only one to go on with. `again`: it ran before,
     and goes ahead of what has not begun. `scored`: the prompt's scores are out. `failures`: placements that failed
-    since there was new output.
+    since there was new output; `turned_away`: those that a worker took and had no room for after all.
     """
 
     first_choice: int
@@ -181,6 +181,7 @@ class Share:
     scored: bool = False
     revision: str = ""
     failures: int = 0
+    turned_away: int = 0
 
     @property
     def positions(self) -> dict[int, int]:

@@ -11,7 +11,7 @@ import pytest
 
 from gateway_fakes import EOS, FakeWorker, Log
 from gateway_world import World, kinds, next_event, rest, text_of
-from kvmesh.errors import InvalidArgument, KvmeshError, Unavailable
+from kvmesh.errors import InvalidArgument, KvmeshError, Overloaded, Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.telemetry import metrics, names
@@ -509,3 +509,27 @@ async def test_an_answer_that_was_healed_is_not_from_the_cache(world: World, pai
     first.break_stream()
     events += await rest(call)
     assert text_of(events) == TEXT
+
+
+async def test_a_worker_that_has_no_room_after_all_is_no_failure(world: World, pair: Any) -> None:
+    first, second = await pair(max_attempts=2)
+    first.on_submit = play(first, until=4)
+    speak, turned_away = play(second), 0
+
+    async def full_at_first(request: Submit) -> None:
+        nonlocal turned_away
+        if turned_away < 6:
+            turned_away += 1
+            second.end(request, Overloaded("the engine's queue is full"))
+        else:
+            await speak(request)
+
+    second.on_submit = full_at_first
+    call = world.chat()
+    events = await first_tokens(call, "héa")
+    first.break_stream()
+    events += await rest(call)
+    assert text_of(events) == TEXT
+    assert turned_away == 6
+    (report,) = await world.routers[0].reports.wait()
+    assert [failure.worker_id for failure in report.failures] == ["first"]
