@@ -6,6 +6,7 @@ python benchmarks/router.py simulation|decisions|quality|near|complexity [...]
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
 
@@ -20,8 +21,10 @@ def main() -> int:
     if len(sys.argv) < 2 or sys.argv[1] not in PARTS:
         print(__doc__, file=sys.stderr)
         return 2
-    part = importlib.import_module(f"router.{sys.argv[1]}")
-    return int(part.main(sys.argv[2:]) or 0)
+    name, rest = sys.argv[1], sys.argv[2:]
+    part = importlib.import_module(f"router.{name}")
+    sys.argv = [f"router.py {name}", *rest]
+    return int((part.main(rest) if inspect.signature(part.main).parameters else part.main()) or 0)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ inproc  `Routing.route` in this process, without caches, as fast as it goes: 64 
         serializing the answer alone.
 grpc    A router process with its cache in Valkey, 64 workers of another process attached to it with the same events and
         reports, and requests of 8,192 tokens with their text (32 KB) sent at `--rate` a second, whether or not those
-        before have come back; each is reported at its end. A latency counts from when its request was due. Floor: the
-        same requests to an empty gRPC servicer in a process of its own, at the same rate.
+        before have come back; once without and once with a Report after each. A latency counts from when its request
+        was due. Floor: the same requests to an empty gRPC servicer in a process of its own, at the same rate.
 hits    One request at a time: an exact hit; a question like a remembered one; a new question. With MiniLM; its own time
         for the same texts is printed beside.
 """
@@ -122,13 +122,13 @@ async def inproc(seconds: float, page: int, *, disaggregated: bool) -> dict[str,
 # --- through gRPC and Valkey ------------------------------------------------------------------------------------------
 
 
-async def through_grpc(seconds: float, rate: float) -> dict[str, Any]:
+async def through_grpc(seconds: float, rate: float, *, reports: bool) -> dict[str, Any]:
     """The router, then the floor."""
     mesh = Mesh("exact", "none")
     try:
         address = await mesh.start()
         before, at = mesh.cpu_s(), time.perf_counter()
-        result = await open_loop(address, rate, seconds)
+        result = await open_loop(address, rate, seconds, reports=reports)
         result["router_cpu_share"] = (mesh.cpu_s() - before) / (time.perf_counter() - at)
     finally:
         mesh.close()
@@ -142,7 +142,7 @@ async def through_grpc(seconds: float, rate: float) -> dict[str, Any]:
             env=python_path(),
         )
         try:
-            floor = await open_loop(await ready_address(ready, echo), rate, seconds)
+            floor = await open_loop(await ready_address(ready, echo), rate, seconds, reports=reports)
         finally:
             echo.terminate()
             echo.wait(15)
@@ -253,7 +253,9 @@ def main(argv: Sequence[str]) -> int:
         for page, disaggregated in ((16, False), (64, False), (16, True), (64, True)):
             say(_line("in process", asyncio.run(inproc(options.seconds, page, disaggregated=disaggregated))))
     if "grpc" in parts:
-        say(_line("gRPC and Valkey", asyncio.run(through_grpc(options.seconds, options.rate))))
+        for reports in (False, True):
+            name = "gRPC and Valkey" + (", reported" if reports else "")
+            say(_line(name, asyncio.run(through_grpc(options.seconds, options.rate, reports=reports))))
     if "hits" in parts:
         say(_line("hits", asyncio.run(hits())))
     say(f"load average after: {os.getloadavg()[0]:.2f}")

@@ -273,8 +273,10 @@ async def serve_echo(ready: Path, answer: bytes) -> None:
     await server.wait_for_termination()
 
 
-async def open_loop(address: str, rate: float, seconds: float, *, warm: float = 2.0) -> dict[str, Any]:
-    """Route at `rate` a second, each followed by its Report; latencies from when each was due."""
+async def open_loop(
+    address: str, rate: float, seconds: float, *, reports: bool = False, warm: float = 2.0
+) -> dict[str, Any]:
+    """Route at `rate` a second, each followed by its Report if so asked; latencies from when each was due."""
     channel = grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", 1 << 24)])
     # Requests are serialized beforehand: the client must not be what is measured.
     route = channel.unary_unary("/kvmesh.v1.Router/Route", response_deserializer=router_pb2.RouteResponse.FromString)
@@ -297,6 +299,8 @@ async def open_loop(address: str, rate: float, seconds: float, *, warm: float = 
         if counts:
             latencies.append(time.perf_counter() - due)
         kinds[response.cache] = kinds.get(response.cache, 0) + 1
+        if not reports:
+            return
         end = router_pb2.ReportRequest(decision_id=response.decision_id, request_id=f"request-{number}")
         with contextlib.suppress(grpc.aio.AioRpcError):
             await report(end.SerializeToString(), timeout=5.0)

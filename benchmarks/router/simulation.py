@@ -1,6 +1,6 @@
 """Simulation of a fleet on one fixed trace: how even the load is, how much of the prompts is found in caches, TTFT.
 
-    python benchmarks/router.py simulation [--quick] [--sizes 8,64,512] [--out FILE]
+    python benchmarks/router.py simulation [--quick] [--sizes 8,64,512] [--out benchmarks/results/router_simulation.txt]
 
 Every policy gets the same requests at the same times (see `trace`); workers are those of `worker`. Figures are of the
 time after the warm-up:
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -219,24 +218,74 @@ HEAD = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A fleet, its trace, and what is asked of it."""
+
+    workers: int
+    seconds: float
+    warm_s: float
+    most_uneven: float
+    least_hits: float
+
+
+SIZES = (
+    Size(8, 360.0, 60.0, 1.5, 0.8),
+    Size(16, 240.0, 60.0, 1.5, 0.8),
+    Size(32, 180.0, 60.0, 1.5, 0.8),
+    Size(64, 150.0, 60.0, 1.5, 0.8),
+    Size(512, 80.0, 40.0, 2.0, 0.7),
+)
+QUICK = Size(8, 120.0, 60.0, 1.5, 0.8)
+
+
+def verdict(size: Size, outcomes: dict[str, Outcome]) -> str:
+    """What was asked, and whether it came true, in one line."""
+    ours = [outcome for name, outcome in outcomes.items() if name.startswith("kvmesh")]
+    others = [outcome for name, outcome in outcomes.items() if not name.startswith("kvmesh")]
+    uneven = max(spread(outcome.computed)[0] for outcome in ours)
+    hits = min(outcome.hits_of_ideal for outcome in ours)
+    ttft = max(float(np.percentile(outcome.ttft, 99)) for outcome in ours)
+    best = min((float(np.percentile(outcome.ttft, 99)) for outcome in others), default=float("inf"))
+    met = uneven <= size.most_uneven and hits >= size.least_hits and ttft < best
+    return (
+        f"{'met' if met else 'NOT MET'}: p99/mean {uneven:.2f} <= {size.most_uneven:g}, hits {100 * hits:.0f} % >= "
+        f"{100 * size.least_hits:.0f} %, TTFT p99 {1000 * ttft:.0f} ms < {1000 * best:.0f} ms (best of the others)"
+    )
+
+
 def main(argv: Sequence[str]) -> int:
+    """The command."""
     parser = argparse.ArgumentParser(
         prog="router.py simulation", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--sizes", default="8,16,32,64,512")
+    parser.add_argument("--sizes", default=",".join(str(size.workers) for size in SIZES))
     parser.add_argument("--quick", action="store_true", help="8 workers, a short trace")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
-    sizes = [8] if options.quick else [int(size) for size in options.sizes.split(",")]
+    wanted = [int(size) for size in options.sizes.split(",")]
+    sizes = [QUICK] if options.quick else [size for size in SIZES if size.workers in wanted]
+    lines: list[str] = []
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+        lines.append(text)
+        if options.out:
+            options.out.write_text("\n".join(lines) + "\n")
+
+    say(f"trace seed {trace.SEED}, {trace.Shape()}")
+    say(f"{COST}, {PAGES} pages, batch {MAX_BATCH}, load reports every {REPORT_S:g} s, 1 % of messages lost")
     for size in sizes:
-        seconds = 120.0 if options.quick else 180.0 if size > 64 else 360.0
-        requests = trace.make(size, seconds)
-        print(f"\n{size} workers, {len(requests)} requests in {seconds:g} s")
-        print(HEAD)
-        for name, maker in policies(size).items():
-            print(line(name, run(requests, size, maker)), flush=True)
+        requests = trace.make(size.workers, size.seconds)
+        prompts, ideal = sum(r.prompt for r in requests), sum(r.ideal for r in requests)
+        say(
+            f"\n{size.workers} workers, {len(requests)} decisions in {size.seconds:g} s, the first {size.warm_s:g} s "
+            f"not counted; an infinite cache holds {100 * ideal / prompts:.0f} % of the prompts\n{HEAD}"
+        )
+        outcomes: dict[str, Outcome] = {}
+        for name, maker in policies(size.workers).items():
+            outcomes[name] = run(requests, size.workers, maker, warm_s=size.warm_s)
+            say(line(name, outcomes[name]))
+        if not options.quick:
+            say(verdict(size, outcomes))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
