@@ -4,8 +4,9 @@
 `publisher` and `mirror` its frames out and in, `produce` the generation that feeds it, `kvmesh.store.flights` Redis.
 """
 
-from services.gateway.flights.flight import Flight, Member, Pace, Produce, Role
+from services.gateway.flights.flight import Flight
 from services.gateway.flights.hub import Flights
 from services.gateway.flights.log import FlightLog, Opened, Reader
+from services.gateway.flights.parts import Member, Pace, Produce, Role
 
 __all__ = ["Flight", "FlightLog", "Flights", "Member", "Opened", "Pace", "Produce", "Reader", "Role"]

@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable
 
 from kvmesh.errors import Cancelled, DeadlineExceeded, Internal, KvmeshError, Unavailable
-from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.status import is_retryable
 from kvmesh.rpc.tasks import BackgroundTasks
-from kvmesh.store.flights import FIRST, FlightRef, FlightStore, Frames
-from kvmesh.telemetry import metrics, names
-from services.gateway.flights.log import FlightLog, Reader
+from kvmesh.store.flights import FlightRef, FlightStore, Frames
+from services.gateway.flights.log import FlightLog
 from services.gateway.flights.mirror import Mirror
+from services.gateway.flights.parts import Member, Pace, Produce, Role, count
 from services.gateway.flights.publisher import Publisher
 
 log = logging.getLogger(__name__)
@@ -35,43 +32,6 @@ MAX_ROUNDS = 2
 """Further generations begun here after one has failed."""
 
 RETRY_S = 0.25
-
-Produce = Callable[[FlightLog, router_pb2.Flight | None], Awaitable[pb.Finished]]
-"""Runs a generation into a log, from where the log ends, to its end. The flight is what it leads, for its report; None
-when it leads none. Raises KvmeshError; cancelling it frees the worker."""
-
-
-class Role(Enum):
-    """See the module."""
-
-    LEAD = "lead"
-    FOLLOW = "follow"
-    ALONE = "alone"
-    OVER = "over"
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Times of flights, in seconds."""
-
-    renew_s: float = 1.0
-    """Between signs of life, of leader and followers."""
-    publish_s: float = 0.05
-    """Least time between two batches of frames."""
-    give_up_s: float = 3.0
-    """Silence of Redis after which a follower goes on by itself."""
-    silence_s: float = 5.0
-    """The same for a leader that lives and writes nothing for one that follows; longer than a lease."""
-    linger_s: float = 3.5
-    """How long an ended flight is kept for those who were told of it before its end: longer than a lease."""
-
-
-@dataclass(eq=False, slots=True)
-class Member:
-    """One request that reads the flight here. `produce` is how it would run the generation by itself."""
-
-    produce: Produce
-    reader: Reader
 
 
 class Flight:
@@ -92,8 +52,6 @@ class Flight:
         self.ref = ref
         self.role = Role.FOLLOW
         self.log = FlightLog(choices)
-        self.place = FIRST
-        """Of the last frame read."""
         self._token = token
         self._leader = leader
         self._store = store
@@ -102,8 +60,6 @@ class Flight:
         self._on_over = on_over
         self._members: list[Member] = []
         self._mirror = Mirror(self.log)
-        self._broken = False
-        self._read_at = 0.0
         self._followers = 0
         self._joined_at = -1e9
         self._hand_over: KvmeshError | None = None
@@ -119,13 +75,13 @@ class Flight:
     def lead(self, member: Member) -> None:
         """The router made this gateway the leader, for the request of `member`."""
         self.role = Role.LEAD
-        _count("lead")
+        count("lead")
         self._generate(member)
         self._keeper = self._tasks.spawn(self._keep(), name="flight", essential=False)
 
     def follow(self) -> None:
         """Another gateway leads."""
-        _count("follow")
+        count("follow")
         self._keeper = self._tasks.spawn(self._keep(), name="flight", essential=False)
 
     def join(
@@ -180,22 +136,14 @@ class Flight:
         self._followers = max(1, self._followers)
         self._wake.set()
 
+    @property
+    def place(self) -> str:
+        """Of the last frame read."""
+        return self._mirror.place
+
     def frames(self, place: str, read: Frames) -> None:
-        """Frames that came after `place`. Ignored when they have been read in another way meanwhile."""
-        if self.role is not Role.FOLLOW or place != self.place:
-            return
-        self.place = read.last
-        if read.frames:
-            self._read_at = self._loop.time()
-        for frame in read.frames:
-            outcome = self._mirror.apply(frame)
-            if outcome == "failed" and self._mirror.error is not None:
-                self.log.fail(self._mirror.error)
-            self._broken = self._broken or outcome == "broken"
-            if outcome != "ok":
-                self._wake.set()
-        self._broken = self._broken or read.broken
-        if self._broken or self.log.ended:
+        """Frames that came after `place`."""
+        if self.role is Role.FOLLOW and self._mirror.read(place, read, self._loop.time()):
             self._wake.set()
 
     def close(self) -> None:
@@ -246,7 +194,7 @@ class Flight:
         if again and not self._closing and self._rounds <= MAX_ROUNDS:
             if others:
                 log.warning("flight %s begins again with another request: %s", self.ref.flight_id, error.message)
-                _count("again")
+                count("again")
                 owner.reader.cut(error)
                 self.leave(owner)
                 self._generate(others[0])
@@ -340,25 +288,16 @@ class Flight:
                 if await publisher.fail(self._hand_over or error, hand_over=hand_over, followed=self._followers > 0):
                     return
             elif finished is not None and not told and (self._followers or publisher.begun):
-                told = await self._tell_finished(publisher, finished)
+                told = await publisher.finish(finished)
             if finished is not None and self._closing and not self._members:
                 return
             left = until - self._loop.time()
             await self._pause(left if finished is not None and (told or not self._followers) else min(RETRY_S, left))
 
-    async def _tell_finished(self, publisher: Publisher, finished: pb.Finished) -> bool:
-        if not publisher.begun:
-            answer = await self._store.renew(self.ref, self._token)
-            if answer is None:
-                return False
-            if not answer.held:
-                return True
-        return await publisher.finish(finished)
-
     def _lost(self) -> None:
         """Another gateway leads, or the flight has ended elsewhere: this one's own readers are served all the same."""
         log.warning("flight %s has been taken over", self.ref.flight_id)
-        _count("lost")
+        count("lost")
         self._followers = 0
         self.role = Role.ALONE
         if not self._members:
@@ -383,22 +322,22 @@ class Flight:
                 if held.standing == "ended":
                     await self._read_on()
                     # What it ended with should be there: nobody will tell us more.
-                    self._broken = not self.log.ended
+                    self._mirror.broken = not self.log.ended
                 elif held.standing == "led" and held.gateway != self._leader:
                     self._leader, began, told_again = held.gateway, now, False
                     await self._store.join(self.ref, self._leader)
             silent = now - began if not self._mirror.heard else 0.0
-            if self._broken or now - heard > self._pace.give_up_s or silent > self._pace.silence_s:
+            if self._mirror.broken or now - heard > self._pace.give_up_s or silent > self._pace.silence_s:
                 await self._alone()
                 return
-            if self._mirror.heard and now - self._read_at > self._pace.silence_s:
+            if self._mirror.heard and now - self._mirror.read_at > self._pace.silence_s:
                 # Maybe nothing has come; or another Redis has taken over, whose clock is behind, and numbers anew.
-                self._rewind()
-                self._read_at = now
+                self._mirror.rewind()
+                self._mirror.read_at = now
             if silent > self._pace.silence_s / 2 and not told_again:
                 told_again = True
                 await self._store.join(self.ref, self._leader)
-            if not self.log.ended and not self._broken:
+            if not self.log.ended and not self._mirror.broken:
                 await self._pause(self._pace.renew_s if held is not None else RETRY_S)
         await self._store.leave(self.ref)
 
@@ -413,12 +352,12 @@ class Flight:
             whole = await self._read_on()
             if self._members and not self.log.ended:
                 self.role = Role.LEAD
-                if not whole or self._broken:
+                if not whole or self._mirror.broken:
                     # We cannot go on from what the others have; they would have to do the same.
                     await self._alone()
                     return True
                 log.warning("flight %s is taken over from %s", self.ref.flight_id, self._leader)
-                _count("takeover")
+                count("takeover")
                 self._generate(self._members[0])
                 return True
             # Its end was in the frames, or everybody left meanwhile.
@@ -429,23 +368,19 @@ class Flight:
             if held.standing == "spent" or self._mirror.error is not None:
                 self.log.fail(self._mirror.error or Unavailable("the gateways that led this answer are gone"))
             elif not self.log.ended:
-                self._broken = True
+                self._mirror.broken = True
         return self.log.ended
-
-    def _rewind(self) -> None:
-        self._mirror.rewind()
-        self.place = FIRST
 
     async def _read_on(self) -> bool:
         """Read all frames that there are, from the first on, to be sure. False when that is not possible now."""
-        self._rewind()
+        self._mirror.rewind()
         while not self.log.ended:
             place = self.place
             read = await self._store.read({self.ref: place})
             if read is None:
                 return False
             self.frames(place, read[self.ref])
-            if self._broken:
+            if self._mirror.broken:
                 return False
             if not read[self.ref].frames and place == self.place:
                 return True
@@ -456,14 +391,10 @@ class Flight:
         if self.log.ended:
             return
         log.warning("flight %s goes on without the others", self.ref.flight_id)
-        _count("alone")
+        count("alone")
         self.role = Role.ALONE
         await self._store.leave(self.ref)
         if self._members and not self.log.ended:
             self._generate(self._members[0])
         elif not self.log.ended:
             self._deserted()
-
-
-def _count(what: str) -> None:
-    metrics.counter(names.GATEWAY_FLIGHTS).labels(what).inc()

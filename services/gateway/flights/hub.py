@@ -8,7 +8,8 @@ import logging
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.tasks import BackgroundTasks
 from kvmesh.store.flights import FIRST, FlightRef, FlightStore
-from services.gateway.flights.flight import Flight, Pace, Role
+from services.gateway.flights.flight import Flight
+from services.gateway.flights.parts import Pace, Role
 
 log = logging.getLogger(__name__)
 

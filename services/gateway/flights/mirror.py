@@ -14,6 +14,7 @@ from kvmesh.errors import Internal, KvmeshError
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.status import from_frame
+from kvmesh.store.flights import FIRST, Frames
 from services.gateway.flights.log import FlightLog, Opened
 
 Outcome = Literal["ok", "broken", "failed", "free"]
@@ -30,10 +31,14 @@ class _Told:
 
 
 class Mirror:
-    """Applies frames to `log`."""
+    """Applies frames to `log`. `place` is that of the last frame read; `broken`: there is no going on from them."""
 
     def __init__(self, log: FlightLog) -> None:
         self._log = log
+        self.place = FIRST
+        self.broken = False
+        self.read_at = 0.0
+        """When the last frame came, on the loop's clock."""
         self._told = [_Told() for _ in range(log.choices)]
         self.token = 0
         """Of the last frame. Redis lets none under a lower one in after it."""
@@ -43,8 +48,24 @@ class Mirror:
         """Why the leader gave up, or the flight failed."""
 
     def rewind(self) -> None:
-        """Frames come from the first on again."""
-        self.token = 0
+        """Frames are to be read from the first on again."""
+        self.token, self.place = 0, FIRST
+
+    def read(self, place: str, given: Frames, now: float) -> bool:
+        """Take frames that came after `place`; ignored when they have been read in another way meanwhile.
+
+        True when there is more to them than output.
+        """
+        if place != self.place:
+            return False
+        self.place = given.last
+        if given.frames:
+            self.read_at = now
+        outcomes = [self.apply(frame) for frame in given.frames]
+        if "failed" in outcomes and self.error is not None:
+            self._log.fail(self.error)
+        self.broken = self.broken or given.broken or "broken" in outcomes
+        return self.broken or self._log.ended or "free" in outcomes
 
     def apply(self, frame: router_pb2.FlightFrame) -> Outcome:
         """Take one frame."""

@@ -52,7 +52,7 @@ class LogSink:
 
 
 class Producer:
-    """`flight.Produce` of one request. `decision`: of the one that leads from the start; it is used once.
+    """`parts.Produce` of one request. `decision`: of the one that leads from the start; it is used once.
 
     total_limit_s: how long a generation may run whatever its first client's limits are: others may have longer ones,
     and when all have left it ends anyway.
@@ -70,7 +70,7 @@ class Producer:
         """True once it was called: the report of the request is the generation's then."""
 
     async def __call__(self, log: FlightLog, flight: router_pb2.Flight | None) -> pb.Finished:
-        """See `flight.Produce`."""
+        """See `parts.Produce`."""
         self.used = True
         decision, self._decision = self._decision, None
         job = await self._job_for(log)

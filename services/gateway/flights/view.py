@@ -10,9 +10,10 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.status import row
 from kvmesh.telemetry import metrics, names
-from services.gateway.flights.flight import Flight, Member
+from services.gateway.flights.flight import Flight
 from services.gateway.flights.hub import Flights
 from services.gateway.flights.log import Opened, Reader
+from services.gateway.flights.parts import Member
 from services.gateway.flights.produce import Producer
 from services.gateway.generation import End
 from services.gateway.job import Job, Progress

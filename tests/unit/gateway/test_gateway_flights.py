@@ -388,7 +388,7 @@ async def test_a_redis_that_numbers_anew_is_read_anew(valkey: Valkey) -> None:
         flight, member = await sides[2].follow(given, engine)
         engine.allow(8)
         await seen(flight, 8)
-        flight.place = "99999999999999-0"
+        flight._mirror.place = "99999999999999-0"
         engine.allow()
         assert await whole(member) == engine.text()
         assert len(engine.begun) == 2
