@@ -133,7 +133,10 @@ def test_a_part_of_the_cells_is_enough_for_what_is_near(arena: Arena, monkeypatc
     assert found >= 0.99 * len(queries)
 
 
-def test_rows_come_and_go_beside_an_index(arena: Arena) -> None:
+def test_rows_come_and_go_beside_an_index(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two cells probed a row is found by its own vector only where it lies in the right one."""
+    monkeypatch.setattr(cells, "LEAST_ROWS", 1)
+    monkeypatch.setattr(cells, "LEAST_PROBED", 2)
     vectors, later = units(600), units(500, seed=9)
     rows = [arena.add(b"p", vector) for vector in vectors]
     snapshot = arena.snapshot(b"p")
