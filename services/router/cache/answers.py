@@ -6,9 +6,6 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Literal
 
 from kvmesh.config import RouterSettings
 from kvmesh.proto.v1 import router_admin_pb2, router_pb2
@@ -16,18 +13,17 @@ from kvmesh.store import RedisStore, events
 from kvmesh.store.keys import FlightKeys, Member
 from kvmesh.telemetry import metrics, names, tracing
 from services.router.cache import policy, purge, stored
+from services.router.cache.building import build_near, build_store
 from services.router.cache.epoch import EpochKeeper
 from services.router.cache.exact import ExactCache, Head, Put
 from services.router.cache.fingerprint import family_tag, model_tag
 from services.router.cache.indices import Indices
+from services.router.cache.outcomes import ExactOutcome, NearAnswer, Served
 from services.router.cache.policy import CachePlan, CacheRules, Mode
 from services.router.cache.tenants import MAX_TENANTS, TenantCounts, Tenants
 from services.router.match import DEFAULT, Rules
-from services.router.near.builder import CellsMaker
-from services.router.near.embedder import load_embedder
 from services.router.near.entries import Entry
-from services.router.near.gpu import GpuMaker
-from services.router.near.nearcache import Candidate, NearCache, Origin
+from services.router.near.nearcache import NearCache, Origin
 from services.router.near.replica import Replica
 
 STORE_TIMEOUT_S = 2.0
@@ -35,27 +31,6 @@ UNGUARDED = Rules(guards=frozenset(), threshold=0.0)
 """For tenants and models without guards: the threshold of the cosine alone decides."""
 
 STATS_PARALLEL = 16
-
-Served = Collection[tuple[str, str]]
-"""Pairs of model and revision whose answers will do: what the name of the request stands for now."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExactOutcome:
-    """kind `hit`: the answer is there. `follow`, `lead`: the flight is. `skipped`: Redis is away, or was not asked."""
-
-    kind: Literal["hit", "follow", "lead", "miss", "skipped"]
-    answer: router_pb2.CachedAnswer | None = None
-    flight: router_pb2.Flight | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NearAnswer:
-    """result: as `NearOutcome` has it. candidates: what came near, and what became of it."""
-
-    result: str
-    answer: router_pb2.CachedAnswer | None = None
-    candidates: tuple[Candidate, ...] = ()
 
 
 class AnswerCache:
@@ -104,25 +79,8 @@ class AnswerCache:
         route_policy: version of what decides which model answers for an alias, besides the aliases themselves.
         """
         rules = CacheRules.from_settings(settings, route_policy=route_policy)
-        store = near = None
-        if settings.redis_url and rules.mode > Mode.OFF:
-            store = RedisStore(
-                settings.redis_url,
-                timeout_s=settings.redis_timeout_ms / 1000,
-                password_file=settings.redis_password_file,
-                ca_file=settings.redis_ca_file,
-                cluster=settings.redis_cluster,
-            )
-        if rules.embedder and rules.mode >= Mode.SEMANTIC:
-            near = NearCache(
-                lambda: load_embedder(settings.embedder),
-                max_entries=settings.semantic_max_entries,
-                max_bytes=settings.semantic_max_bytes,
-                ttl_s=settings.cache_ttl_s,
-                embed_timeout_s=settings.embed_timeout_ms / 1000,
-                fetchable=store is not None,
-                maker=GpuMaker if settings.semantic_index == "gpu" else CellsMaker,
-            )
+        store = build_store(settings, rules)
+        near = build_near(settings, rules, fetchable=store is not None)
         return cls(
             store,
             near,
@@ -301,7 +259,8 @@ class AnswerCache:
         """
         data = stored.encode(answer, model=model, revision=revision, max_bytes=self._max_entry_bytes)
         family = family_tag(model, revision)
-        if data is None or not plan.write or plan.epoch != self.epoch or self._purged(plan, model, family):
+        tags = {"tenant": plan.tenant_tag, "model": model_tag(model), "family": family.hex()}
+        if data is None or not plan.write or plan.epoch != self.epoch or self._purges.since(plan.made_at, **tags):
             await self.end_flight(flight)
             return False
         made: Put | None
@@ -318,9 +277,7 @@ class AnswerCache:
             entry_id=made.entry_id,
             tag=plan.key.tag,
             exact=plan.key.exact.hex(),
-            tenant=plan.tenant_tag,
-            model=model_tag(model),
-            family=family.hex(),
+            **tags,
             epoch=plan.epoch,
             expires_ms=made.expires_ms,
         )
@@ -365,9 +322,6 @@ class AnswerCache:
         keys = FlightKeys.parse(flight.key) if flight is not None else None
         if self.exact is not None and flight is not None and keys is not None:
             await self.exact.end_flight(keys.tag, keys.exact, flight.flight_id, flight.token)
-
-    def _purged(self, plan: CachePlan, model: str, family: bytes) -> bool:
-        return self._purges.since(plan.made_at, tenant=plan.tenant_tag, model=model_tag(model), family=family.hex())
 
     # --- operators ------------------------------------------------------------------------------------------------
 

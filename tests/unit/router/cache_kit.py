@@ -14,7 +14,8 @@ from kvmesh.store import RedisStore, client
 from router_harness import LIMIT_S
 from router_helpers import full_answer, route_request
 from services.router.cache import exact
-from services.router.cache.answers import AnswerCache, ExactOutcome
+from services.router.cache.answers import AnswerCache
+from services.router.cache.outcomes import ExactOutcome
 from services.router.cache.policy import CacheRules, Mode
 
 SERVED = {("tiny", "r1")}
