@@ -280,6 +280,8 @@ async def test_routers_share_semantic_answers(valkey: Valkey, monkeypatch: pytes
         "redis_url": valkey.url,
         "redis_timeout_ms": 10_000,
         "embed_timeout_ms": 10_000,
+        # Workers of the test say nothing after they have registered.
+        "worker_timeout_s": 600.0,
         "semantic_threshold": 0.7,
     }
     near = route_request("Tell me what is the capital of France")
