@@ -24,7 +24,8 @@ from services.router.classes.pools import Classes
 from services.router.decisions import Decision, Decisions
 from services.router.explain import Trace, Traces
 from services.router.fleet import MAX_ID_BYTES, MAX_NAME_BYTES, Family, Fleet
-from services.router.judge import judge_answers
+from services.router.judge import head, judge
+from services.router.judge.evidence import closeness
 from services.router.placement.ask import Ask, Rules
 from services.router.placement.explain import explain
 from services.router.placement.models import resolve_model
@@ -35,9 +36,13 @@ from services.router.shadow import Shadow, Shadows
 
 Clock = Callable[[], float]
 
-MAX_CACHE_S = 0.05
+EMBED_S = 0.03
+"""For look-ups beyond what Redis is given."""
+
 PLACEMENT_RESERVE_S = 0.03
 """Of the caller's deadline: what look-ups leave for placement and the way back."""
+
+SHADOW_EMBED_S = 1.0
 
 MAX_EXCLUDED = 256
 DEFAULT_LIFE_S = 600.0
@@ -60,6 +65,7 @@ class Routing:
         self._aliases = settings.alias_map
         self._fleet = fleet
         self._cache = cache
+        self._cache_s = settings.redis_timeout_ms / 1000 + EMBED_S
         self._classes = classes or Classes({}, None, 2.0)
         self.feedback = feedback or Feedback()
         self._serving: tuple[int, frozenset[Family]] = (-1, frozenset())
@@ -101,7 +107,7 @@ class Routing:
         models = self._models(request.model)
         plan = trace.plan = self._cache.plan(request, tenant)
         trace.outcome = "miss" if plan.mode > Mode.OFF and plan.read else "bypass"
-        budget = MAX_CACHE_S if remaining_s is None else min(MAX_CACHE_S, remaining_s - PLACEMENT_RESERVE_S)
+        budget = self._cache_s if remaining_s is None else min(self._cache_s, remaining_s - PLACEMENT_RESERVE_S)
         until = time.monotonic() + budget
         served = self._served(models)
         with trace.part("exact"):
@@ -130,7 +136,8 @@ class Routing:
             trace.candidates = near.candidates
             if near.answer is not None:
                 self._end_flight(exact.flight)
-                return self._answer(near.answer, plan, trace)
+                remembered = next((each.text for each in near.candidates if each.served), "")
+                return self._answer(near.answer, plan, trace, remembered)
             model = models[0]
             if len(models) > 1:
                 with trace.part("class"):
@@ -166,12 +173,15 @@ class Routing:
 
     # --- the four ends --------------------------------------------------------------------------------------------
 
-    def _answer(self, answer: router_pb2.CachedAnswer, plan: CachePlan, trace: Trace) -> router_pb2.RouteResponse:
+    def _answer(
+        self, answer: router_pb2.CachedAnswer, plan: CachePlan, trace: Trace, remembered: str = ""
+    ) -> router_pb2.RouteResponse:
+        """remembered: the question of a semantic hit."""
         trace.outcome = answer.kind
         trace.done(answer.kind, answer.model, answer.revision)
         shadow_id = ""
         if answer.kind == "semantic":
-            shadow_id = self.shadows.choose(Shadow(plan.tenant, plan.key.text, answer.choices[0].text))
+            shadow_id = self.shadows.choose(Shadow(plan.tenant, plan.key.text, remembered, answer.choices[0].text))
         return router_pb2.RouteResponse(
             answer=answer,
             model=answer.model,
@@ -310,17 +320,17 @@ class Routing:
         if shadow is None or near is None or not stored.complete(request.answer):
             return None
         fresh = request.answer.choices[0].text
-        served_vector, fresh_vector = await near.embed(shadow.served), await near.embed(fresh)
-        cosine = None
-        if served_vector is not None and fresh_vector is not None:
-            cosine = float(served_vector @ fresh_vector)
-        right = judge_answers(shadow.served, fresh, cosine)
-        if right is not None:
-            self.shadows.count(right)
-            metrics.counter(names.CACHE_SHADOWS).labels("right" if right else "wrong").inc()
-            for bound, value in zip(("rate", "low", "high"), self.shadows.estimate(), strict=True):
-                metrics.gauge(names.CACHE_FALSE_HITS).labels(bound).set(value)
-        return right
+        # One after the other: what waits for an answer must not wait for these.
+        texts = (shadow.asked, shadow.remembered, head(shadow.served), head(fresh))
+        vectors = [await near.embed(text, SHADOW_EMBED_S) for text in texts]
+        verdict = judge(shadow.asked, shadow.remembered, shadow.served, fresh, closeness(*vectors))
+        told = {True: "right", False: "wrong", None: "untold"}[verdict.right]
+        metrics.counter(names.CACHE_SHADOWS).labels(told).inc()
+        self.shadows.count(verdict.right)
+        rate, low, high = self.shadows.estimate()
+        for bound, value in (("rate", rate), ("low", low), ("high", high), ("raw", self.shadows.raw().rate)):
+            metrics.gauge(names.CACHE_FALSE_HITS).labels(bound).set(value)
+        return verdict.right
 
     def _end_flight(self, flight: router_pb2.Flight | None) -> None:
         """In the background: the request need not wait for it."""
