@@ -36,9 +36,6 @@ from services.router.shadow import Shadow, Shadows
 
 Clock = Callable[[], float]
 
-EMBED_S = 0.03
-"""For look-ups beyond what Redis is given."""
-
 PLACEMENT_RESERVE_S = 0.03
 """Of the caller's deadline: what look-ups leave for placement and the way back."""
 
@@ -65,7 +62,7 @@ class Routing:
         self._aliases = settings.alias_map
         self._fleet = fleet
         self._cache = cache
-        self._cache_s = settings.redis_timeout_ms / 1000 + EMBED_S
+        self._cache_s = (settings.redis_timeout_ms + settings.embed_timeout_ms) / 1000
         self._classes = classes or Classes({}, None, 2.0)
         self.feedback = feedback or Feedback()
         self._serving: tuple[int, frozenset[Family]] = (-1, frozenset())

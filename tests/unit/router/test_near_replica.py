@@ -15,7 +15,6 @@ import pytest
 from kvmesh.store import RedisStore, events, keys
 from router_harness import LIMIT_S, AttachedWorker, Valkey, running_router
 from router_helpers import route_request, worker_info
-from services.router import routing
 from services.router.cache.fingerprint import CacheKey
 from services.router.near import replica
 from services.router.near.embedder import HashEmbedder
@@ -273,9 +272,8 @@ def test_an_entry_packs_and_unpacks() -> None:
             events.Added.unpack(dataclasses.replace(added, **wrong).pack())  # type: ignore[arg-type]
 
 
-async def test_routers_share_semantic_answers(valkey: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_routers_share_semantic_answers(valkey: Valkey) -> None:
     """Through the whole service: stored by one, told of by Redis, served by another and by one that starts later."""
-    monkeypatch.setattr(routing, "MAX_CACHE_S", LIMIT_S)
     options = {
         "redis_url": valkey.url,
         "redis_timeout_ms": 10_000,
