@@ -1,12 +1,12 @@
 """Shadows: a small share of semantic hits is asked again in the background, and both answers are compared.
 
-What comes of it is an estimate of the false-hit rate with its interval, exported and shown by `kvmesh cache stats`.
+What comes of it is an estimate of the false-hit rate with its interval, exported and shown by `kvmesh cache stats`;
+it allows for the judge's own errors.
 The share, and a budget of its own, bound what it costs; a shadow that is lost changes nothing.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import secrets
 import time
@@ -14,20 +14,23 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.router.judge.rate import Estimate, corrected
+from services.router.match.wilson import wilson
+
 Clock = Callable[[], float]
 
 MAX_OPEN = 256
 LIFE_S = 900.0
 ID_BYTES = 16
-Z95 = 1.959964
 
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
-    """A hit that is asked again: what was asked, and the answer that was served."""
+    """A hit that is asked again: what was asked, what was remembered, and the answer that was served."""
 
     tenant: str
     asked: str
+    remembered: str
     served: str
 
 
@@ -52,6 +55,8 @@ class Shadows:
         self._open: OrderedDict[str, tuple[float, Shadow]] = OrderedDict()
         self.judged = 0
         self.wrong = 0
+        self.untold = 0
+        """Shadows that were answered, but could not be judged."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -81,22 +86,18 @@ class Shadows:
         expires, shadow = found
         return shadow if self._clock() < expires else None
 
-    def count(self, right: bool) -> None:
-        """A verdict."""
+    def count(self, right: bool | None) -> None:
+        """A verdict; None: it cannot be told. Those count apart, as if wrong as often as others."""
+        if right is None:
+            self.untold += 1
+            return
         self.judged += 1
         self.wrong += not right
 
-    def estimate(self) -> tuple[float, float, float]:
-        """Share of wrong hits among those judged, and its 95 % Wilson interval; (0, 0, 1) before the first."""
-        return wilson(self.wrong, self.judged)
+    def raw(self) -> Estimate:
+        """Share of those judged that were called wrong, and its 95 % Wilson interval; (0, 0, 1) before the first."""
+        return Estimate(self.wrong / self.judged if self.judged else 0.0, *wilson(self.wrong, self.judged))
 
-
-def wilson(wrong: int, total: int) -> tuple[float, float, float]:
-    """(share, low, high) of a proportion at 95 %. Wilson 1927."""
-    if total <= 0:
-        return 0.0, 0.0, 1.0
-    share = wrong / total
-    spread = Z95 * math.sqrt(share * (1 - share) / total + Z95**2 / (4 * total**2))
-    middle = share + Z95**2 / (2 * total)
-    scale = 1 + Z95**2 / total
-    return share, max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+    def estimate(self) -> Estimate:
+        """The rate of wrong hits that this share speaks for; (0, 0, 1) before the first."""
+        return corrected(self.wrong, self.judged)

@@ -108,10 +108,10 @@ CLASS_CALIBRATION = _gauge(
     "router_class_calibration_gap", "Promised probability less the share of good answers, small pool, last verdicts."
 )
 CACHE_LOOKUPS = _counter("cache_lookups_total", "Cache look-ups, by cache and result.", "cache", "result")
-CACHE_SHADOWS = _counter("cache_shadows_total", "Semantic hits asked again and judged, by verdict.", "verdict")
+CACHE_SHADOWS = _counter("cache_shadows_total", "Semantic hits asked again, right, wrong or untold.", "verdict")
 CACHE_FALSE_HITS = _gauge(
     "cache_false_hits_ratio",
-    "Estimated share of wrong semantic hits: rate, and low and high of its 95 % interval.",
+    "Estimated share of wrong semantic hits: rate, and low and high of its 95 % interval; raw: of the verdicts alone.",
     "bound",
 )
 CACHE_ENTRIES = _gauge("cache_entries", "Entries in a cache.", "cache")

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 
 from kvmesh.proto.v1 import inference_pb2, router_admin_pb2, router_admin_pb2_grpc, router_pb2
@@ -16,8 +15,7 @@ from router_harness import LIMIT_S, AttachedWorker, Router, Valkey, running_rout
 from router_helpers import full_answer, worker_info
 from router_helpers import route_request as flying_request
 from services.router.classes.pools import ClassDecision
-from services.router.judge import judge_answers
-from services.router.shadow import Shadow, Shadows, wilson
+from services.router.shadow import Shadow, Shadows
 
 
 def route_request(text: str = "What is the capital of France?", **fields: Any) -> router_pb2.RouteRequest:
@@ -271,7 +269,7 @@ async def test_shadowed_hits_are_judged(valkey: Valkey) -> None:
         routing.shadows._rate = 1.0
         await router.ask(route_request("What is the capital of France?"), "It is Paris.")
         verdicts = []
-        for fresh in ("It is Paris.", "The answer is 42 kilometres."):
+        for fresh in ("It is Paris.", "Forty-two kilometres."):
             hit = await router.route(route_request("Tell me what is the capital of France"))
             assert hit.answer.kind == "semantic"
             assert hit.shadow_id
@@ -290,14 +288,15 @@ async def test_shadowed_hits_are_judged(valkey: Valkey) -> None:
             await router.stub.ReportShadow(report, timeout=LIMIT_S)  # Once only.
         assert verdicts == [True, False]
         stats = await admin(router).CacheStats(router_admin_pb2.CacheStatsRequest(), timeout=LIMIT_S)
-        assert (stats.shadows, stats.shadows_wrong, stats.false_hit_rate) == (2, 1, 0.5)
-        assert stats.false_hit_low < 0.5 < stats.false_hit_high
+        assert (stats.shadows, stats.shadows_wrong) == (2, 1)
+        assert stats.false_hit_low < stats.false_hit_rate < stats.false_hit_high
+        assert stats.false_hit_rate == pytest.approx(routing.shadows.estimate().rate)
 
 
 def test_shadows_keep_to_rate_and_budget() -> None:
     now = 0.0
     shadows = Shadows(0.01, 60.0, clock=lambda: now, rng=random.Random(7))
-    shadow = Shadow("t", "asked", "served")
+    shadow = Shadow("t", "asked", "remembered", "served")
     chosen = 0
     for _ in range(20_000):
         now += 0.01
@@ -310,28 +309,3 @@ def test_shadows_keep_to_rate_and_budget() -> None:
     assert one.take(shadow_id, "other") is None
     assert one.take(shadow_id, "t") is shadow
     assert one.take(shadow_id, "t") is None
-
-
-def test_interval_holds_what_it_promises() -> None:
-    rng = np.random.default_rng(3)
-    inside = 0
-    for wrong in rng.binomial(400, 0.02, size=2000):
-        _, low, high = wilson(int(wrong), 400)
-        inside += low <= 0.02 <= high
-    assert inside / 2000 >= 0.93
-
-
-@pytest.mark.parametrize(
-    ("served", "fresh", "cosine", "right"),
-    [
-        ("It is Paris.", "it is  Paris", None, True),
-        ("Water boils at 100 °C.", "At sea level water boils at 100 degrees Celsius.", 0.9, True),
-        ("It takes 12 minutes.", "About 25 minutes are needed.", 0.9, False),
-        ("The capital is Canberra.", "The capital is Wellington.", 0.7, False),
-        ("Use a lock.", "Bake the bread for an hour.", 0.1, False),
-        ("Use a lock.", "Take a mutex.", None, None),
-        ("x" * 5000, "y", 0.9, None),
-    ],
-)
-def test_judging_two_answers(served: str, fresh: str, cosine: float | None, right: bool | None) -> None:
-    assert judge_answers(served, fresh, cosine) is right
