@@ -32,6 +32,7 @@ class RouterAdminServicer(router_admin_pb2_grpc.RouterAdminServicer):
             refusals=self._cache.refusals,
             shadows=shadows.judged,
             shadows_wrong=shadows.wrong,
+            shadows_untold=shadows.untold,
             false_hit_rate=rate,
             false_hit_low=low,
             false_hit_high=high,

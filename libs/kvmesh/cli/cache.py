@@ -51,7 +51,7 @@ def stats_view(stats: router_admin_pb2.CacheStatsResponse) -> Group:
     if stats.shadows:
         rows["estimated false hits"] = (
             f"{stats.false_hit_rate:.2%} ({stats.false_hit_low:.2%} to {stats.false_hit_high:.2%}), "
-            f"{stats.shadows_wrong} of {stats.shadows} shadowed hits"
+            f"{stats.shadows_wrong} of {stats.shadows} shadowed hits called wrong, {stats.shadows_untold} not judged"
         )
     else:
         rows["estimated false hits"] = "no hit has been shadowed yet"

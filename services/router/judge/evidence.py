@@ -143,8 +143,6 @@ def quantities(text: str) -> tuple[Quantity, ...]:
     found = []
     for match in _NUMBER.finditer(text):
         value = _value(match)
-        if value is None:
-            continue
         rest = _UNIT.match(text, match.end())
         scale, name = (rest[1], (rest[2] or "").lower()) if rest else (None, "")
         value *= _SCALES[scale.lower()] if scale else 1.0
@@ -161,13 +159,10 @@ def quantities(text: str) -> tuple[Quantity, ...]:
     return tuple(found)
 
 
-def _value(match: re.Match[str]) -> float | None:
+def _value(match: re.Match[str]) -> float:
     if match["word"]:
-        value = _COUNTS[match["word"].lower()]
-        if match["ones"]:
-            ones = _COUNTS.get(match["ones"].lower(), 0)
-            return float(value + ones) if value >= 20 and ones < 10 else float(value)
-        return float(value)
+        tens, ones = _COUNTS[match["word"].lower()], _COUNTS.get((match["ones"] or "").lower(), 0)
+        return float(tens + ones if tens >= 20 and ones < 10 else tens)
     digits = match["digits"]
     if re.fullmatch(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?", digits):
         digits = digits.replace(",", "")

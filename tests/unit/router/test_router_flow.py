@@ -269,7 +269,7 @@ async def test_shadowed_hits_are_judged(valkey: Valkey) -> None:
         routing.shadows._rate = 1.0
         await router.ask(route_request("What is the capital of France?"), "It is Paris.")
         verdicts = []
-        for fresh in ("It is Paris.", "Forty-two kilometres."):
+        for fresh in ("It is Paris.", "Forty-two kilometres.", "I'm sorry, but I can't help with that."):
             hit = await router.route(route_request("Tell me what is the capital of France"))
             assert hit.answer.kind == "semantic"
             assert hit.shadow_id
@@ -286,9 +286,9 @@ async def test_shadowed_hits_are_judged(valkey: Valkey) -> None:
                 await router.stub.ReportShadow(report, timeout=LIMIT_S)
                 verdicts += seen
             await router.stub.ReportShadow(report, timeout=LIMIT_S)  # Once only.
-        assert verdicts == [True, False]
+        assert verdicts == [True, False, None]
         stats = await admin(router).CacheStats(router_admin_pb2.CacheStatsRequest(), timeout=LIMIT_S)
-        assert (stats.shadows, stats.shadows_wrong) == (2, 1)
+        assert (stats.shadows, stats.shadows_wrong, stats.shadows_untold) == (2, 1, 1)
         assert stats.false_hit_low < stats.false_hit_rate < stats.false_hit_high
         assert stats.false_hit_rate == pytest.approx(routing.shadows.estimate().rate)
 

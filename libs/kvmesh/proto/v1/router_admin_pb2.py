@@ -26,7 +26,7 @@ _sym_db = _symbol_database.Default()
 from kvmesh.proto.v1 import router_pb2 as kvmesh_dot_v1_dot_router__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvmesh/v1/router_admin.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/router.proto\"\x13\n\x11\x43\x61\x63heStatsRequest\"\xc4\x03\n\x12\x43\x61\x63heStatsResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12&\n\x06status\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.CacheStatus\x12;\n\x07lookups\x18\x03 \x03(\x0b\x32*.kvmesh.v1.CacheStatsResponse.LookupsEntry\x12=\n\x08refusals\x18\x04 \x03(\x0b\x32+.kvmesh.v1.CacheStatsResponse.RefusalsEntry\x12\x0f\n\x07shadows\x18\x05 \x01(\x04\x12\x15\n\rshadows_wrong\x18\x06 \x01(\x04\x12\x16\n\x0e\x66\x61lse_hit_rate\x18\x07 \x01(\x01\x12\x15\n\rfalse_hit_low\x18\x08 \x01(\x01\x12\x16\n\x0e\x66\x61lse_hit_high\x18\t \x01(\x01\x12\'\n\x07tenants\x18\n \x03(\x0b\x32\x16.kvmesh.v1.TenantCache\x1a.\n\x0cLookupsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rRefusalsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"[\n\x0bTenantCache\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07\x65ntries\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0c\n\x04hits\x18\x04 \x01(\x04\x12\x0e\n\x06misses\x18\x05 \x01(\x04\"c\n\x11\x43\x61\x63hePurgeRequest\x12\x10\n\x08purge_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\t\x12\x0b\n\x03\x61ll\x18\x05 \x01(\x08\"3\n\x12\x43\x61\x63hePurgeResponse\x12\x0e\n\x06purged\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x8d\x03\n\x0f\x45xplainResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\ndecided_at\x18\x04 \x01(\x01\x12\x10\n\x08\x64\x65\x63ision\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x10\n\x08revision\x18\x07 \x01(\t\x12(\n\x05\x63lass\x18\x08 \x01(\x0b\x32\x19.kvmesh.v1.ExplainedClass\x12(\n\x05\x63\x61\x63he\x18\t \x01(\x0b\x32\x19.kvmesh.v1.ExplainedCache\x12+\n\x07workers\x18\n \x03(\x0b\x32\x1a.kvmesh.v1.ExplainedWorker\x12\x10\n\x08total_ms\x18\x0b \x01(\x01\x12\x39\n\x08parts_ms\x18\x0c \x03(\x0b\x32\'.kvmesh.v1.ExplainResponse.PartsMsEntry\x1a.\n\x0cPartsMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xd1\x01\n\x0e\x45xplainedClass\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x13\n\x0bprobability\x18\x03 \x01(\x01\x12\x11\n\tthreshold\x18\x04 \x01(\x01\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x39\n\x08\x66\x65\x61tures\x18\x06 \x03(\x0b\x32\'.kvmesh.v1.ExplainedClass.FeaturesEntry\x1a/\n\rFeaturesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xaa\x01\n\x0e\x45xplainedCache\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x13\n\x0bmode_reason\x18\x02 \x01(\t\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\x11\n\texact_key\x18\x04 \x01(\t\x12\x11\n\tpartition\x18\x05 \x01(\t\x12\x0b\n\x03tau\x18\x06 \x01(\x01\x12\x31\n\ncandidates\x18\x07 \x03(\x0b\x32\x1d.kvmesh.v1.ExplainedCandidate\"y\n\x12\x45xplainedCandidate\x12\x12\n\nsimilarity\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05guard\x18\x03 \x01(\t\x12\x10\n\x08verifier\x18\x04 \x01(\x01\x12\x0e\n\x06served\x18\x05 \x01(\x08\x12\x10\n\x08purge_id\x18\x06 \x01(\t\"\xdc\x01\n\x0f\x45xplainedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07\x62reaker\x18\x04 \x01(\t\x12\x16\n\x0ematched_tokens\x18\x05 \x01(\x04\x12\x13\n\x0bload_tokens\x18\x06 \x01(\x04\x12\x15\n\rcredit_tokens\x18\x07 \x01(\x04\x12\x15\n\rrelative_load\x18\x08 \x01(\x01\x12\r\n\x05score\x18\t \x01(\x01\x12\x0c\n\x04rank\x18\n \x01(\r\x12\x10\n\x08\x65xcluded\x18\x0b \x01(\t\"3\n\x0f\x46\x65\x65\x64\x62\x61\x63kRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04good\x18\x02 \x01(\x08\"\x12\n\x10\x46\x65\x65\x64\x62\x61\x63kResponse2\xaa\x02\n\x0bRouterAdmin\x12I\n\nCacheStats\x12\x1c.kvmesh.v1.CacheStatsRequest\x1a\x1d.kvmesh.v1.CacheStatsResponse\x12I\n\nCachePurge\x12\x1c.kvmesh.v1.CachePurgeRequest\x1a\x1d.kvmesh.v1.CachePurgeResponse\x12@\n\x07\x45xplain\x12\x19.kvmesh.v1.ExplainRequest\x1a\x1a.kvmesh.v1.ExplainResponse\x12\x43\n\x08\x46\x65\x65\x64\x62\x61\x63k\x12\x1a.kvmesh.v1.FeedbackRequest\x1a\x1b.kvmesh.v1.FeedbackResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvmesh/v1/router_admin.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/router.proto\"\x13\n\x11\x43\x61\x63heStatsRequest\"\xdc\x03\n\x12\x43\x61\x63heStatsResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12&\n\x06status\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.CacheStatus\x12;\n\x07lookups\x18\x03 \x03(\x0b\x32*.kvmesh.v1.CacheStatsResponse.LookupsEntry\x12=\n\x08refusals\x18\x04 \x03(\x0b\x32+.kvmesh.v1.CacheStatsResponse.RefusalsEntry\x12\x0f\n\x07shadows\x18\x05 \x01(\x04\x12\x15\n\rshadows_wrong\x18\x06 \x01(\x04\x12\x16\n\x0e\x66\x61lse_hit_rate\x18\x07 \x01(\x01\x12\x15\n\rfalse_hit_low\x18\x08 \x01(\x01\x12\x16\n\x0e\x66\x61lse_hit_high\x18\t \x01(\x01\x12\'\n\x07tenants\x18\n \x03(\x0b\x32\x16.kvmesh.v1.TenantCache\x12\x16\n\x0eshadows_untold\x18\x0b \x01(\x04\x1a.\n\x0cLookupsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rRefusalsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"[\n\x0bTenantCache\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07\x65ntries\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0c\n\x04hits\x18\x04 \x01(\x04\x12\x0e\n\x06misses\x18\x05 \x01(\x04\"c\n\x11\x43\x61\x63hePurgeRequest\x12\x10\n\x08purge_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\t\x12\x0b\n\x03\x61ll\x18\x05 \x01(\x08\"3\n\x12\x43\x61\x63hePurgeResponse\x12\x0e\n\x06purged\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x8d\x03\n\x0f\x45xplainResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\ndecided_at\x18\x04 \x01(\x01\x12\x10\n\x08\x64\x65\x63ision\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x10\n\x08revision\x18\x07 \x01(\t\x12(\n\x05\x63lass\x18\x08 \x01(\x0b\x32\x19.kvmesh.v1.ExplainedClass\x12(\n\x05\x63\x61\x63he\x18\t \x01(\x0b\x32\x19.kvmesh.v1.ExplainedCache\x12+\n\x07workers\x18\n \x03(\x0b\x32\x1a.kvmesh.v1.ExplainedWorker\x12\x10\n\x08total_ms\x18\x0b \x01(\x01\x12\x39\n\x08parts_ms\x18\x0c \x03(\x0b\x32\'.kvmesh.v1.ExplainResponse.PartsMsEntry\x1a.\n\x0cPartsMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xd1\x01\n\x0e\x45xplainedClass\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x13\n\x0bprobability\x18\x03 \x01(\x01\x12\x11\n\tthreshold\x18\x04 \x01(\x01\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x39\n\x08\x66\x65\x61tures\x18\x06 \x03(\x0b\x32\'.kvmesh.v1.ExplainedClass.FeaturesEntry\x1a/\n\rFeaturesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xaa\x01\n\x0e\x45xplainedCache\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x13\n\x0bmode_reason\x18\x02 \x01(\t\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\x11\n\texact_key\x18\x04 \x01(\t\x12\x11\n\tpartition\x18\x05 \x01(\t\x12\x0b\n\x03tau\x18\x06 \x01(\x01\x12\x31\n\ncandidates\x18\x07 \x03(\x0b\x32\x1d.kvmesh.v1.ExplainedCandidate\"y\n\x12\x45xplainedCandidate\x12\x12\n\nsimilarity\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05guard\x18\x03 \x01(\t\x12\x10\n\x08verifier\x18\x04 \x01(\x01\x12\x0e\n\x06served\x18\x05 \x01(\x08\x12\x10\n\x08purge_id\x18\x06 \x01(\t\"\xdc\x01\n\x0f\x45xplainedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07\x62reaker\x18\x04 \x01(\t\x12\x16\n\x0ematched_tokens\x18\x05 \x01(\x04\x12\x13\n\x0bload_tokens\x18\x06 \x01(\x04\x12\x15\n\rcredit_tokens\x18\x07 \x01(\x04\x12\x15\n\rrelative_load\x18\x08 \x01(\x01\x12\r\n\x05score\x18\t \x01(\x01\x12\x0c\n\x04rank\x18\n \x01(\r\x12\x10\n\x08\x65xcluded\x18\x0b \x01(\t\"3\n\x0f\x46\x65\x65\x64\x62\x61\x63kRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04good\x18\x02 \x01(\x08\"\x12\n\x10\x46\x65\x65\x64\x62\x61\x63kResponse2\xaa\x02\n\x0bRouterAdmin\x12I\n\nCacheStats\x12\x1c.kvmesh.v1.CacheStatsRequest\x1a\x1d.kvmesh.v1.CacheStatsResponse\x12I\n\nCachePurge\x12\x1c.kvmesh.v1.CachePurgeRequest\x1a\x1d.kvmesh.v1.CachePurgeResponse\x12@\n\x07\x45xplain\x12\x19.kvmesh.v1.ExplainRequest\x1a\x1a.kvmesh.v1.ExplainResponse\x12\x43\n\x08\x46\x65\x65\x64\x62\x61\x63k\x12\x1a.kvmesh.v1.FeedbackRequest\x1a\x1b.kvmesh.v1.FeedbackResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,37 +44,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CACHESTATSREQUEST']._serialized_start=67
   _globals['_CACHESTATSREQUEST']._serialized_end=86
   _globals['_CACHESTATSRESPONSE']._serialized_start=89
-  _globals['_CACHESTATSRESPONSE']._serialized_end=541
-  _globals['_CACHESTATSRESPONSE_LOOKUPSENTRY']._serialized_start=446
-  _globals['_CACHESTATSRESPONSE_LOOKUPSENTRY']._serialized_end=492
-  _globals['_CACHESTATSRESPONSE_REFUSALSENTRY']._serialized_start=494
-  _globals['_CACHESTATSRESPONSE_REFUSALSENTRY']._serialized_end=541
-  _globals['_TENANTCACHE']._serialized_start=543
-  _globals['_TENANTCACHE']._serialized_end=634
-  _globals['_CACHEPURGEREQUEST']._serialized_start=636
-  _globals['_CACHEPURGEREQUEST']._serialized_end=735
-  _globals['_CACHEPURGERESPONSE']._serialized_start=737
-  _globals['_CACHEPURGERESPONSE']._serialized_end=788
-  _globals['_EXPLAINREQUEST']._serialized_start=790
-  _globals['_EXPLAINREQUEST']._serialized_end=826
-  _globals['_EXPLAINRESPONSE']._serialized_start=829
-  _globals['_EXPLAINRESPONSE']._serialized_end=1226
-  _globals['_EXPLAINRESPONSE_PARTSMSENTRY']._serialized_start=1180
-  _globals['_EXPLAINRESPONSE_PARTSMSENTRY']._serialized_end=1226
-  _globals['_EXPLAINEDCLASS']._serialized_start=1229
-  _globals['_EXPLAINEDCLASS']._serialized_end=1438
-  _globals['_EXPLAINEDCLASS_FEATURESENTRY']._serialized_start=1391
-  _globals['_EXPLAINEDCLASS_FEATURESENTRY']._serialized_end=1438
-  _globals['_EXPLAINEDCACHE']._serialized_start=1441
-  _globals['_EXPLAINEDCACHE']._serialized_end=1611
-  _globals['_EXPLAINEDCANDIDATE']._serialized_start=1613
-  _globals['_EXPLAINEDCANDIDATE']._serialized_end=1734
-  _globals['_EXPLAINEDWORKER']._serialized_start=1737
-  _globals['_EXPLAINEDWORKER']._serialized_end=1957
-  _globals['_FEEDBACKREQUEST']._serialized_start=1959
-  _globals['_FEEDBACKREQUEST']._serialized_end=2010
-  _globals['_FEEDBACKRESPONSE']._serialized_start=2012
-  _globals['_FEEDBACKRESPONSE']._serialized_end=2030
-  _globals['_ROUTERADMIN']._serialized_start=2033
-  _globals['_ROUTERADMIN']._serialized_end=2331
+  _globals['_CACHESTATSRESPONSE']._serialized_end=565
+  _globals['_CACHESTATSRESPONSE_LOOKUPSENTRY']._serialized_start=470
+  _globals['_CACHESTATSRESPONSE_LOOKUPSENTRY']._serialized_end=516
+  _globals['_CACHESTATSRESPONSE_REFUSALSENTRY']._serialized_start=518
+  _globals['_CACHESTATSRESPONSE_REFUSALSENTRY']._serialized_end=565
+  _globals['_TENANTCACHE']._serialized_start=567
+  _globals['_TENANTCACHE']._serialized_end=658
+  _globals['_CACHEPURGEREQUEST']._serialized_start=660
+  _globals['_CACHEPURGEREQUEST']._serialized_end=759
+  _globals['_CACHEPURGERESPONSE']._serialized_start=761
+  _globals['_CACHEPURGERESPONSE']._serialized_end=812
+  _globals['_EXPLAINREQUEST']._serialized_start=814
+  _globals['_EXPLAINREQUEST']._serialized_end=850
+  _globals['_EXPLAINRESPONSE']._serialized_start=853
+  _globals['_EXPLAINRESPONSE']._serialized_end=1250
+  _globals['_EXPLAINRESPONSE_PARTSMSENTRY']._serialized_start=1204
+  _globals['_EXPLAINRESPONSE_PARTSMSENTRY']._serialized_end=1250
+  _globals['_EXPLAINEDCLASS']._serialized_start=1253
+  _globals['_EXPLAINEDCLASS']._serialized_end=1462
+  _globals['_EXPLAINEDCLASS_FEATURESENTRY']._serialized_start=1415
+  _globals['_EXPLAINEDCLASS_FEATURESENTRY']._serialized_end=1462
+  _globals['_EXPLAINEDCACHE']._serialized_start=1465
+  _globals['_EXPLAINEDCACHE']._serialized_end=1635
+  _globals['_EXPLAINEDCANDIDATE']._serialized_start=1637
+  _globals['_EXPLAINEDCANDIDATE']._serialized_end=1758
+  _globals['_EXPLAINEDWORKER']._serialized_start=1761
+  _globals['_EXPLAINEDWORKER']._serialized_end=1981
+  _globals['_FEEDBACKREQUEST']._serialized_start=1983
+  _globals['_FEEDBACKREQUEST']._serialized_end=2034
+  _globals['_FEEDBACKRESPONSE']._serialized_start=2036
+  _globals['_FEEDBACKRESPONSE']._serialized_end=2054
+  _globals['_ROUTERADMIN']._serialized_start=2057
+  _globals['_ROUTERADMIN']._serialized_end=2355
 # @@protoc_insertion_point(module_scope)

@@ -89,13 +89,18 @@ class CacheStatsResponse(_message.Message):
     FALSE_HIT_LOW_FIELD_NUMBER: _builtins.int
     FALSE_HIT_HIGH_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
+    SHADOWS_UNTOLD_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     shadows: _builtins.int
-    """Shadowed hits judged, and those found wrong; the estimated false-hit rate with its 95 % interval."""
+    """Shadowed hits judged, and those found wrong; the estimated false-hit rate with its 95 % interval, which allows for
+    the judge's own errors.
+    """
     shadows_wrong: _builtins.int
     false_hit_rate: _builtins.float
     false_hit_low: _builtins.float
     false_hit_high: _builtins.float
+    shadows_untold: _builtins.int
+    """Shadowed hits that could not be judged; not among `shadows`."""
     @_builtins.property
     def status(self) -> _router_pb2.CacheStatus: ...
     @_builtins.property
@@ -121,10 +126,11 @@ class CacheStatsResponse(_message.Message):
         false_hit_low: _builtins.float = ...,
         false_hit_high: _builtins.float = ...,
         tenants: _abc.Iterable[Global___TenantCache] | None = ...,
+        shadows_untold: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["false_hit_high", b"false_hit_high", "false_hit_low", b"false_hit_low", "false_hit_rate", b"false_hit_rate", "lookups", b"lookups", "refusals", b"refusals", "router_id", b"router_id", "shadows", b"shadows", "shadows_wrong", b"shadows_wrong", "status", b"status", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["false_hit_high", b"false_hit_high", "false_hit_low", b"false_hit_low", "false_hit_rate", b"false_hit_rate", "lookups", b"lookups", "refusals", b"refusals", "router_id", b"router_id", "shadows", b"shadows", "shadows_untold", b"shadows_untold", "shadows_wrong", b"shadows_wrong", "status", b"status", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
