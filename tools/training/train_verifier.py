@@ -37,9 +37,8 @@ SEED = 5
 TAU = 0.7
 FOLDS = 5
 RIDGE = 3.0
-TARGET = 0.004
-# A false hit is a wrong answer, a miss one generation.
-TRAP_WEIGHT = 2.0
+TARGET = 0.01
+TRAP_WEIGHT = 1.0
 
 Rows = npt.NDArray[np.float64]
 

@@ -12,7 +12,7 @@ from services.router.match.reading import read
 from services.router.match.verifier import shipped
 
 # Chosen on generated validation pairs, see tools/training/train_verifier.py.
-DEFAULT_THRESHOLD = 0.6
+DEFAULT_THRESHOLD = 0.4
 # The verifier was trained on pairs from here on. NaN is below it.
 LEAST_COSINE = 0.5
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.router.match.align import Alignment, relation, weight
-from services.router.match.guards import far_kinds, soft_kinds
+from services.router.match.guards import soft_kinds
 from services.router.match.reading import Reading
 
 NAMES = (
@@ -25,7 +25,6 @@ NAMES = (
     "derived",
     "typos",
     "kinds differ",
-    "kinds far",
     "kind known",
     "phrases moved",
     "sisters unpaired",
@@ -69,7 +68,6 @@ def features(a: Reading, b: Reading, pairs: Alignment, cosine: float) -> Feature
             len(pairs.derived),
             len(pairs.typos),
             soft_kinds(a, b),
-            far_kinds(a, b),
             a.kind == b.kind != "",
             pairs.moved,
             min(sisters, 2),

@@ -55,6 +55,12 @@ _SOFT_KINDS = {
         ("", "difference"),
         ("what", "how work"),
         ("", "how work"),
+        ("", "how many"),
+        ("", "how much"),
+        ("", "how long"),
+        ("", "who"),
+        ("how work", "mean"),
+        ("polar do", "polar will"),
         ("", "why"),
         ("", "where"),
         ("", "when"),
@@ -63,34 +69,6 @@ _SOFT_KINDS = {
         ("should", "polar should"),
         ("must", "polar do"),
         ("must", "polar must"),
-    )
-}
-
-
-# Kinds that may ask the same in rare cases only, where what else is said is all the same.
-_FAR_KINDS = {
-    frozenset(pair)
-    for pair in (
-        ("what", "how"),
-        ("what", "when"),
-        ("what", "where"),
-        ("what", "who"),
-        ("what", "cost"),
-        ("what", "how long"),
-        ("what", "how many"),
-        ("what", "how much"),
-        ("how many", "how long"),
-        ("can", "polar is"),
-        ("can", "polar do"),
-        ("polar is", "polar do"),
-        ("polar is", "polar can"),
-        ("polar do", "polar can"),
-        ("must", "polar is"),
-        ("cost", "how"),
-        ("", "how long"),
-        ("", "how many"),
-        ("", "how much"),
-        ("", "who"),
     )
 }
 
@@ -117,11 +95,6 @@ def refuse(a: Reading, b: Reading, pairs: Alignment, guards: frozenset[str] = AL
 def soft_kinds(a: Reading, b: Reading) -> bool:
     """The kinds differ, but need not mean another question."""
     return a.kind != b.kind and frozenset((a.kind, b.kind)) in _SOFT_KINDS
-
-
-def far_kinds(a: Reading, b: Reading) -> bool:
-    """The kinds differ, and seldom ask the same."""
-    return frozenset((a.kind, b.kind)) in _FAR_KINDS
 
 
 def _language(a: Reading, b: Reading, pairs: Alignment) -> bool:
@@ -186,9 +159,7 @@ def _names(a: Reading, b: Reading, pairs: Alignment) -> bool:
 
 
 def _question(a: Reading, b: Reading, pairs: Alignment) -> bool:
-    if a.kind == b.kind or soft_kinds(a, b):
-        return False
-    return not far_kinds(a, b) or any(_telling(a, pairs.only_a)) or any(_telling(b, pairs.only_b))
+    return a.kind != b.kind and not soft_kinds(a, b)
 
 
 def _tense(a: Reading, b: Reading, pairs: Alignment) -> bool:

@@ -61,8 +61,8 @@ _NO_GENITIVE = frozenset(
         "name",
     ]
 )
-PERSONS = {"i": "1", "me": "1", "my": "1", "mine": "1", "myself": "1", "you": "2", "your": "2",
-           "yours": "2", "our": "3", "ours": "3", "we": "3", "us": "3"}  # fmt: skip
+_PERSONS = ("i me my mine myself", "you your yours", "we us our ours", "he him his", "she her", "they them their")
+PERSONS = {word: str(number) for number, words in enumerate(_PERSONS, 1) for word in words.split()}
 _DETERMINERS = frozenset(
     ["the", "a", "an", "my", "your", "our", "their", "his", "her", "its", "this", "that", "these", "those"]
 )

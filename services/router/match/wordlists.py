@@ -172,12 +172,12 @@ FRAMES = _folded("tell give explain describe show name list define say")
 # Words whose presence or absence alone changes what is asked.
 PIVOTAL = _folded(
     """
-    ascending descending before after since until during only first last next previous old new former current all
-    any every each both either maximum minimum max min most least best worst more less average median total optional
-    required mandatory legal illegal still yet anymore again instead against versus vs or if am pm daily weekly
-    monthly yearly avoid prevent stop fail refuse lack ignore skip exclude except unable impossible rather decline
-    prohibit forbid ban deny undo cannot fake false other another always sometimes rarely often today tomorrow
-    yesterday reverse inverse opposite he she him her his they them their everyone everybody
+    ascending descending before after since until during only first last next previous old new former all every each
+    both either maximum minimum max min most least best worst more less average median optional required mandatory
+    legal illegal still yet anymore again instead against versus vs or if am pm daily weekly monthly yearly avoid
+    prevent stop fail refuse lack ignore skip exclude except unable impossible rather decline prohibit forbid ban
+    deny undo cannot fake false other another always sometimes rarely often today tomorrow yesterday reverse inverse
+    opposite he she him her his everyone everybody
     """
 )
 
@@ -185,9 +185,9 @@ PIVOTAL = _folded(
 FILLERS = _folded(
     """
     a an the this that these those is are was were be been being am do does did doing done have has had having will
-    would shall should can could may might must of to in on at for from with by about into as and it its i me my mine
-    we us our you your yours what which who whom whose when where why how there here please kindly hello hi hey thank
-    thanks just so well really actually exactly briefly also too very then ok okay
+    would shall should can could may might must of to in on at for from with by about into as and it its i me my
+    mine we us our you your yours any they them their what which who whom whose when where why how there here please
+    kindly hello hi hey thank thanks just so well really actually exactly briefly also too very then ok okay
     """
 )
 
