@@ -1,8 +1,9 @@
 """The fleet: which workers are attached, what they are, how loaded, which prefix blocks they hold.
 
 A worker is known by the stream it attached on (its `Session`). The end of the stream or silence takes it out; a new
-incarnation of the same worker id replaces the old one at once, and a replaced incarnation is never taken back, so an
-old process that lingers cannot fight its successor for the name. Nothing here is kept in Redis or on disk.
+incarnation of the same worker id replaces the old one at once, and a replaced incarnation is never taken back, nor one
+that had left before its successor came, so an old process that lingers cannot fight the new one for the name. Nothing
+here is kept in Redis or on disk.
 """
 
 from __future__ import annotations
@@ -147,6 +148,8 @@ class Fleet:
         self._forget_s = forget_s
         self._workers: dict[str, Worker] = {}
         self._retired: dict[str, deque[int]] = {}
+        # Worker id → the incarnation that left last.
+        self._left: dict[str, int] = {}
         self._families: dict[Family, float] = {}
         self._listeners: list[FleetListener] = []
         self._started = clock()
@@ -188,8 +191,11 @@ class Fleet:
             old.info, old.family, old.last_seen = info, Family.of(info), self._clock()
             self._tell("worker_changed", info.worker_id)
             return old
+        before = self._left.pop(info.worker_id, info.incarnation)
         if old is not None:
             self._replace(old, info)
+        elif before != info.incarnation:
+            self._retire(info.worker_id, before)
         slot = old.slot if old is not None else self.columns.take()
         # A new stream starts from nothing: events of the time between two streams are lost, so old blocks mislead.
         self.index.drop(slot)
@@ -210,15 +216,19 @@ class Fleet:
 
     def _replace(self, old: Worker, info: engine_pb2.WorkerInfo) -> None:
         if old.info.incarnation != info.incarnation:
-            retired = self._retired.pop(old.worker_id, None) or deque(maxlen=RETIRED_PER_WORKER)
-            retired.append(old.info.incarnation)
-            self._retired[old.worker_id] = retired
-            while len(self._retired) > MAX_WORKERS:
-                del self._retired[next(iter(self._retired))]
+            self._retire(old.worker_id, old.info.incarnation)
             old.session.close("a new incarnation of this worker attached", replaced=True)
             self._tell("worker_replaced", old.worker_id)
         else:
             old.session.close("this worker attached again on another stream", replaced=True)
+
+    def _retire(self, worker_id: str, incarnation: int) -> None:
+        """Never take this incarnation again: incarnations are random, so which of two is the older only order tells."""
+        retired = self._retired.pop(worker_id, None) or deque(maxlen=RETIRED_PER_WORKER)
+        retired.append(incarnation)
+        self._retired[worker_id] = retired
+        while len(self._retired) > MAX_WORKERS:
+            del self._retired[next(iter(self._retired))]
 
     def report(self, session: Session, load: engine_pb2.WorkerLoad) -> Worker:
         """A load report. Raises FailedPrecondition when the stream has not registered or was replaced."""
@@ -305,6 +315,9 @@ class Fleet:
         self.index.drop(worker.slot)
         self.columns.give_back(worker.slot)
         worker.session.close(reason)
+        self._left[worker.worker_id] = worker.info.incarnation
+        while len(self._left) > MAX_WORKERS:
+            del self._left[next(iter(self._left))]
         self._remember(worker.family)
         log.info("worker left", extra={"worker": worker.worker_id, "reason": reason})
         self._tell("worker_left", worker.worker_id)

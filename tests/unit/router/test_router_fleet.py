@@ -100,6 +100,22 @@ def test_the_same_incarnation_may_come_back_after_silence(fleet: Fleet, clock: F
     assert len(fleet) == 1
 
 
+def test_an_incarnation_that_left_does_not_replace_its_successor(fleet: Fleet) -> None:
+    old, new = Session(), Session()
+    fleet.register(worker_info("a", incarnation=7), old)
+    fleet.detach(old)  # Its network is away; it lives on.
+    fleet.register(worker_info("a", incarnation=3), new)
+    with pytest.raises(FailedPrecondition):
+        fleet.register(worker_info("a", incarnation=7), Session())
+    worker = fleet.get("a")
+    assert worker is not None
+    assert worker.info.incarnation == 3
+    fleet.detach(new)
+    fleet.register(worker_info("a", incarnation=3), Session())
+    with pytest.raises(FailedPrecondition):
+        fleet.register(worker_info("a", incarnation=7), Session())
+
+
 def test_the_same_incarnation_on_a_second_stream_takes_over(fleet: Fleet) -> None:
     first, second = Session(), Session()
     fleet.register(worker_info("a", incarnation=1), first)
@@ -225,6 +241,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.streams: list[tuple[Session, str, int]] = []
         self.owner: dict[str, tuple[Session, int, float]] = {}
         self.retired: set[tuple[str, int]] = set()
+        self.latest: dict[str, int] = {}
 
     @rule(worker=st.sampled_from("ab"), incarnation=st.integers(1, 3))
     def attach(self, worker: str, incarnation: int) -> None:
@@ -235,9 +252,10 @@ class FleetMachine(RuleBasedStateMachine):
                 self.fleet.register(info, session)
             return
         self.fleet.register(info, session)
-        old = self.owner.get(worker)
-        if old is not None and old[1] != incarnation:
-            self.retired.add((worker, old[1]))
+        old = self.latest.get(worker)
+        if old is not None and old != incarnation:
+            self.retired.add((worker, old))
+        self.latest[worker] = incarnation
         self.owner[worker] = (session, incarnation, self.clock.now)
         self.streams.append((session, worker, incarnation))
 
