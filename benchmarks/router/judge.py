@@ -3,7 +3,7 @@
     python benchmarks/router.py judge [--fit] [--pairs FILE]
 
 Each line of the pairs has a question, one that asks the same and one that comes near, a fresh answer to the first and
-remembered ones to the others: a right and a wrong hit. Every other topic is for tuning. `--fit` prints the weights.
+remembered ones to the others: a right and a wrong hit. A topic is for tuning or held out. `--fit` prints the weights.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ def load(path: Path, embedder: Embedder) -> list[Pair]:
     for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
-            groups.append({k: str(row[k]) for k in ("topic", "asked", "twin", "near", "fresh", "right", "wrong")})
+            groups.append(
+                {k: str(row[k]) for k in ("half", "topic", "asked", "twin", "near", "fresh", "right", "wrong")}
+            )
         except (ValueError, KeyError, TypeError) as exc:
             raise ValueError(f"{path.name}, line {at}: {exc!r}") from exc
-    topics = list(dict.fromkeys(group["topic"] for group in groups))
     texts = [head(g[k]) for g in groups for k in ("asked", "twin", "near", "fresh", "right", "wrong")]
     vector = dict(zip(texts, embedder.embed_batch(texts), strict=True))
     pairs = []
     for group in groups:
-        tuning = topics.index(group["topic"]) % 2 == 0
+        tuning = group["half"] == "tune"
         asked, fresh = group["asked"], group["fresh"]
         for right, remembered, served in (
             (True, group["twin"], group["right"]),
@@ -148,8 +149,8 @@ def main(argv: Sequence[str]) -> int:
     """See the module's text."""
     parser = argparse.ArgumentParser(prog="router.py judge", description=__doc__)
     parser.add_argument("--pairs", type=Path, default=PAIRS)
-    parser.add_argument("--fit", action="store_true", help="print weights made on the tune half, and judge nothing")
-    parser.add_argument("--mistakes", action="store_true", help="name those of the tune half")
+    parser.add_argument("--fit", action="store_true", help="print weights made on the tuning pairs, and judge nothing")
+    parser.add_argument("--mistakes", action="store_true", help="name those of the tuning pairs")
     args = parser.parse_args(argv)
     try:
         pairs = load(args.pairs, MiniLmEmbedder())
@@ -162,8 +163,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"THRESHOLD = {threshold:.2f}\n# {', '.join(NAMES)}")
         return 0
     held = [pair for pair in pairs if not pair.tuning]
-    report("Tune half", [pair for pair in pairs if pair.tuning], mistakes=args.mistakes)
-    report("Held-out half", held)
+    report("Tuning", [pair for pair in pairs if pair.tuning], mistakes=args.mistakes)
+    report("Held out", held)
     began = time.perf_counter()
     measured = skill(held, decide(held))
     print(f"\na verdict takes {(time.perf_counter() - began) / len(held) * 1e3:.2f} ms without its embeddings")

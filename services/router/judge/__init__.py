@@ -21,14 +21,14 @@ HEAD_CHARS = 700
 """What is embedded of an answer; what comes later is mostly detail, and the embedder's window is short."""
 
 LEAST_COSINE = 0.2
-"""Answers further apart are not about one thing. No right one of the tune half comes near it."""
+"""Answers further apart are not about one thing. No right one of the tuning pairs comes near it."""
 
-# `python benchmarks/router.py judge --fit` prints these, from the tune half of the labelled pairs.
+# `python benchmarks/router.py judge --fit` prints these, from the labelled pairs for tuning.
 BIAS = 0.16
 WEIGHTS = (1.53, -3.43, -2.71, -1.09, 0.98, 0.57, -0.55, -0.98)
 THRESHOLD = 0.35
-"""Least probability of a right answer. One in twenty right ones of the tune half lies below: hits are mostly right, so
-that calling many of those wrong would drown the wrong ones."""
+"""Least probability of a right answer. One in twenty right pairs for tuning lies below: hits are mostly right, so that
+calling many of those wrong would drown the wrong ones."""
 
 
 class Verdict(NamedTuple):
