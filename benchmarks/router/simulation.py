@@ -30,6 +30,7 @@ from router import trace
 from router.policies import REPORT_S, CacheAware, Clock, Mesh, Policy, PowerOfTwo, Random, RoundRobin
 from router.trace import Cost, Request
 from router.worker import Worker
+from services.router.placement.placer import Rules
 
 COST = Cost()
 PAGES = 4096
@@ -275,6 +276,7 @@ def main(argv: Sequence[str]) -> int:
 
     say(f"trace seed {trace.SEED}, {trace.Shape()}")
     say(f"{COST}, {PAGES} pages, batch {MAX_BATCH}, load reports every {REPORT_S:g} s, 1 % of messages lost")
+    say(f"{Rules().weights}")
     for size in sizes:
         requests = trace.make(size.workers, size.seconds)
         prompts, ideal = sum(r.prompt for r in requests), sum(r.ideal for r in requests)
