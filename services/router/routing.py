@@ -42,6 +42,9 @@ PLACEMENT_RESERVE_S = 0.03
 SHADOW_EMBED_S = 1.0
 
 MAX_EXCLUDED = 256
+MAX_CHAINS_SENT = 64
+"""More than are looked at (see `ask.MAX_CHAINS`), so that a newer gateway may send more."""
+
 DEFAULT_LIFE_S = 600.0
 
 
@@ -108,12 +111,13 @@ class Routing:
         until = time.monotonic() + budget
         served = self._served(models)
         with trace.part("exact"):
-            # Of several models, which one answers is not known yet, and so neither who leads.
+            # Of several models, which one answers is not known yet, and so neither who leads. A prompt that is to be
+            # made anew leads nothing either: it would come back to follow itself.
             exact = await self._cache.exact_or_flight(
                 plan,
                 served,
                 gateway_id=request.gateway_id,
-                fly=len(models) == 1,
+                fly=len(models) == 1 and not self._other_prompt(request, models[0]),
                 budget_s=budget,
                 count=not plan.only_cached,
             )
@@ -365,6 +369,11 @@ def check_request(request: router_pb2.RouteRequest) -> None:
         raise InvalidArgument(f"model must have 1 to {MAX_NAME_BYTES} bytes", details={"field": "model"})
     if not request.prompt_tokens:
         raise InvalidArgument("the prompt has no tokens", details={"field": "prompt_tokens"})
+    for name in ("gateway_id", "client_request_id", "session_id"):
+        if len(getattr(request, name).encode()) > MAX_NAME_BYTES:
+            raise InvalidArgument(f"{name} must have at most {MAX_NAME_BYTES} bytes", details={"field": name})
+    if len(request.chains) > MAX_CHAINS_SENT:
+        raise InvalidArgument(f"at most {MAX_CHAINS_SENT} chains", details={"field": "chains"})
     if any(len(chain.hashes) % HASH_BYTES or not chain.block_size for chain in request.chains):
         raise InvalidArgument("a chain has a block size and 16 bytes a hash", details={"field": "chains"})
     if len(request.exclude_workers) > MAX_EXCLUDED:

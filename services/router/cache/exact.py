@@ -219,30 +219,38 @@ class ExactCache:
         that entry; else, with `fly`, the running flight or the lead of a new one."""
         flight_id = secrets.token_hex(16) if fly else ""
         limit_ms = -1 if max_age_s is None else int(max_age_s * 1000)
-        reply = await self.store.script(
-            GET_OR_JOIN,
-            [keys.answer(tag, exact), keys.pointer(tag, exact), keys.counter(tag, exact)],
-            [
-                HEADER + self._max_bytes,
-                b"".join(families),
-                limit_ms,
-                entry_id,
-                int(read),
-                int(fly),
-                gateway_id,
-                flight_id,
-                LEASE_MS,
-                COUNTER_MS,
-            ],
-            timeout_s=timeout_s,
-        )
+        try:
+            reply = await self.store.script(
+                GET_OR_JOIN,
+                [keys.answer(tag, exact), keys.pointer(tag, exact), keys.counter(tag, exact)],
+                [
+                    HEADER + self._max_bytes,
+                    b"".join(families),
+                    limit_ms,
+                    entry_id,
+                    int(read),
+                    int(fly),
+                    gateway_id,
+                    flight_id,
+                    LEASE_MS,
+                    COUNTER_MS,
+                ],
+                timeout_s=timeout_s,
+            )
+        except asyncio.CancelledError:
+            self._undo(tag, exact, flight_id)
+            raise
         joined = _joined(reply)
-        if joined.kind == "skipped" and flight_id and self.store.ok:
-            # It may have been done after all: nobody must follow what nobody leads.
+        if joined.kind == "skipped":
+            self._undo(tag, exact, flight_id)
+        return joined
+
+    def _undo(self, tag: str, exact: str, flight_id: str) -> None:
+        """A look-up of which no reply came may have been done after all: nobody must follow what nobody leads."""
+        if flight_id and self.store.ok:
             task = asyncio.create_task(self.end_flight(tag, exact, flight_id, 1 << 53), name="flight-undone")
             self._undoing.add(task)
             task.add_done_callback(self._undoing.discard)
-        return joined
 
     async def put(
         self,

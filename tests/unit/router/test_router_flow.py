@@ -11,9 +11,10 @@ import grpc
 import pytest
 
 from kvmesh.proto.v1 import inference_pb2, router_admin_pb2, router_admin_pb2_grpc, router_pb2
-from router_harness import LIMIT_S, AttachedWorker, Router, Valkey, running_router, until
+from router_harness import LIMIT_S, AttachedWorker, Router, SlowProxy, Valkey, running_router, until
 from router_helpers import full_answer, worker_info
 from router_helpers import route_request as flying_request
+from services.router.cache import exact
 from services.router.classes.pools import ClassDecision
 from services.router.shadow import Shadow, Shadows
 
@@ -38,8 +39,8 @@ def fresh(valkey: Valkey) -> None:
 @contextlib.asynccontextmanager
 async def serving(valkey: Valkey, *workers: Any, **fields: Any) -> AsyncIterator[Router]:
     async with contextlib.AsyncExitStack() as stack:
-        settings = {"redis_timeout_ms": 2000, "explain_texts": True} | fields
-        router = await stack.enter_async_context(running_router(redis_url=valkey.url, **settings))
+        settings = {"redis_url": valkey.url, "redis_timeout_ms": 2000, "explain_texts": True} | fields
+        router = await stack.enter_async_context(running_router(**settings))
         for info in workers or (worker_info("a"),):
             await stack.enter_async_context(AttachedWorker(router, info))
         await router.settled()
@@ -261,6 +262,34 @@ async def test_a_prompt_of_another_tokenizer_is_asked_for_anew(valkey: Valkey) -
         )
         assert hit.answer.kind == "exact"
         assert hit.model == "small"
+
+
+async def test_a_prompt_to_be_made_anew_leads_no_flight(valkey: Valkey) -> None:
+    async with serving(valkey, worker_info("s", model="small"), cache="exact") as router:
+        first = await router.route(route_request(model="auto", tokenized_for="large", no_flight=False))
+        assert (first.model, first.WhichOneof("decision")) == ("small", None)
+        second = await router.route(route_request(model="auto", tokenized_for="small", no_flight=False))
+        assert second.placement.pair.decode.worker_id == "s"
+        assert second.lead.flight_id
+
+
+async def test_a_look_up_that_is_cancelled_leaves_no_flight(valkey: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "LEASE_MS", 3_600_000)
+    proxy = SlowProxy(valkey.port)
+    url = await proxy.start()
+    try:
+        async with serving(valkey, cache="exact", redis_url=url, redis_timeout_ms=2000) as router:
+            client = valkey.client()
+            await router.route(route_request())  # Connections are there.
+            proxy.flow.clear()
+            call = router.stub.Route(route_request(no_flight=False), timeout=LIMIT_S)
+            await until(lambda: client.keys("kvmesh:{*}:f:*"), "Redis has made the flight")
+            call.cancel()
+            await until(lambda: router.service.cache.exact._undoing, "the router has heard of it")
+            proxy.flow.set()
+            await until(lambda: not client.keys("kvmesh:{*}:f:*"), "the flight is undone")
+    finally:
+        await proxy.close()
 
 
 async def test_shadowed_hits_are_judged(valkey: Valkey) -> None:

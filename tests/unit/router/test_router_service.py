@@ -74,6 +74,10 @@ async def test_route_says_what_is_wrong(router: Router) -> None:
             {"request_id": ""},
             {"model": ""},
             {"request_id": "x" * 129},
+            {"chains": [router_pb2.PrefixChain(block_size=4)] * 65},
+            {"client_request_id": "x" * 513},
+            {"session_id": "é" * 257},
+            {"gateway_id": "x" * 513},
         ):
             with raises(InvalidArgument):
                 await router.route(route_request(**bad))
