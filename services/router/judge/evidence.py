@@ -58,12 +58,9 @@ _COUNTS = {
 }
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w.)\]\-])-|[$€£])?(?<![\w.])(?P<digits>\d+(?:[.,]\d+)*)"
-    r"|\b(?P<word>" + "|".join(sorted(_COUNTS, key=len, reverse=True)) + r")\b(?:-(?P<ones>[a-z]+))?",
-    re.IGNORECASE,
+    r"|\b(?P<word>" + "|".join(sorted(_COUNTS, key=len, reverse=True)) + r")\b(?:-(?P<ones>[a-z]+))?"
 )
-_UNIT = re.compile(
-    r"[ -]?(?:(million|billion|thousand|hundred)\b ?)?(?:°|degrees? ?)?([A-Za-z]+\b|%|€|\$)?", re.IGNORECASE
-)
+_UNIT = re.compile(r"[ -]?(?:(million|billion|thousand|hundred)\b ?)?(?:°|degrees? ?)?([a-z]+\b|%|€|\$)?")
 _WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*")
 _NAME = re.compile(r"\b[A-Z][\w'’]*")
 _STARTS = re.compile(r"(?:[.!?:;]\s+|\n\s*(?:[-*]|\d+\.)?\s*|[(\"“*])$")
@@ -139,13 +136,14 @@ def evidence(asked: str, served: str, fresh: str, close: Closeness) -> Evidence:
 @lru_cache(maxsize=256)
 def quantities(text: str) -> tuple[Quantity, ...]:
     """The numbers of a text in order, in figures or words, with their units."""
-    text = unicodedata.normalize("NFKC", _without_code(text))
+    # Small letters, as a search that ignores case takes letters for ours that are not: "sıx".
+    text = unicodedata.normalize("NFKC", _without_code(text)).lower()
     found = []
     for match in _NUMBER.finditer(text):
         value = _value(match)
         rest = _UNIT.match(text, match.end())
-        scale, name = (rest[1], (rest[2] or "").lower()) if rest else (None, "")
-        value *= _SCALES[scale.lower()] if scale else 1.0
+        scale, name = (rest[1], rest[2] or "") if rest else (None, "")
+        value *= _SCALES[scale] if scale else 1.0
         kind, base = "", value
         if match["sign"] in ("$", "€", "£"):
             kind = {"$": "dollar", "€": "euro", "£": "sterling"}[match["sign"]]
@@ -161,7 +159,7 @@ def quantities(text: str) -> tuple[Quantity, ...]:
 
 def _value(match: re.Match[str]) -> float:
     if match["word"]:
-        tens, ones = _COUNTS[match["word"].lower()], _COUNTS.get((match["ones"] or "").lower(), 0)
+        tens, ones = _COUNTS[match["word"]], _COUNTS.get(match["ones"] or "", 0)
         return float(tens + ones if tens >= 20 and ones < 10 else tens)
     digits = match["digits"]
     if re.fullmatch(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?", digits):

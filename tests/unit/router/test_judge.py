@@ -52,8 +52,9 @@ def test_any_text_can_be_read(served: str, fresh: str) -> None:
     assert np.array_equal(found, evidence("Is it 5?", fresh, served, ALIKE)), "neither answer is favoured"
 
 
-def test_a_number_too_long_is_still_one() -> None:
+def test_strange_numbers() -> None:
     assert math.isfinite(quantities("9" * 5000)[0].value)
+    assert [each.value for each in quantities("1.2.3, ٣ and SIX MILLION or 3 mıllion sıx")] == [123.0, 3.0, 6e6, 3.0]
 
 
 def test_names_of_the_question_tell_nothing() -> None:
