@@ -153,7 +153,7 @@ class RouterSettings(ServiceSettings):
         default=30, ge=1, le=10_000, description="Milliseconds an embedding gets before a request goes on without it."
     )
     semantic_threshold: float = Field(
-        default=0.95, ge=0.0, le=1.0, description="Least cosine similarity (tau) of a semantic hit."
+        default=0.7, ge=0.0, le=1.0, description="Least cosine similarity (tau) of a semantic hit."
     )
     semantic_rules: NameList = Field(
         [],
@@ -184,12 +184,12 @@ class RouterSettings(ServiceSettings):
     )
     alternates: int = Field(default=3, ge=0, le=64, description="Ranked alternates returned with a placement.")
     beta_prefill: float = Field(
-        default=1.2,
+        default=2.0,
         ge=0.0,
         le=100.0,
         description="Weight of a prefill worker's relative load against the share of the prompt that it holds.",
     )
-    beta_decode: float = Field(default=1.2, ge=0.0, le=100.0, description="The same for decode workers.")
+    beta_decode: float = Field(default=2.0, ge=0.0, le=100.0, description="The same for decode workers.")
     session_bonus: float = Field(
         default=0.03, ge=0.0, le=1.0, description="Score bonus of the worker that served a session last."
     )

@@ -34,15 +34,15 @@ class Weights:
     worker.
     """
 
-    beta_prefill: float = 1.2
-    beta_decode: float = 1.2
+    beta_prefill: float = 2.0
+    beta_decode: float = 2.0
     queued: float = 1.0
     inflight: float = 0.03
     recent: float = 2.0
     recent_s: float = 10.0
     recent_prompt: float = 0.5
     recent_each: float = 256.0
-    idle: float = 8192.0
+    idle: float = 4096.0
     over: float = 2.0
     beta_over: float = 1.0
     jitter: float = 0.02
