@@ -61,6 +61,8 @@ def load(path: Path, embedder: Embedder) -> list[Pair]:
         except (ValueError, KeyError, TypeError) as exc:
             raise ValueError(f"{path.name}, line {at}: {exc!r}") from exc
     texts = [head(g[k]) for g in groups for k in ("asked", "twin", "near", "fresh", "right", "wrong")]
+    if {group["half"] for group in groups} != {"tune", "held"}:
+        raise ValueError(f'{path.name}: there must be pairs of the halves "tune" and "held", and of no other')
     vector = dict(zip(texts, embedder.embed_batch(texts), strict=True))
     pairs = []
     for group in groups:
