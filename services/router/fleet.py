@@ -245,11 +245,13 @@ class Fleet:
         """Blocks stored and removed. Where a message is missing, all of the worker's blocks are in doubt: they are
         forgotten, and the session asks for a snapshot.
 
-        Raises InvalidArgument for hashes that are not whole, FailedPrecondition as `report` does.
+        Raises InvalidArgument for hashes that are not whole or too many, FailedPrecondition as `report` does.
         """
         worker = self._of(session)
         if len(events.stored_packed) % HASH_BYTES or len(events.removed_packed) % HASH_BYTES:
             raise InvalidArgument(f"packed hashes have {HASH_BYTES} bytes each")
+        if len(events.stored_packed) + len(events.removed_packed) > MAX_BLOCKS * HASH_BYTES:
+            raise InvalidArgument(f"a message has at most {MAX_BLOCKS} hashes")
         slot, now = worker.slot, self._clock()
         if events.incarnation != worker.info.incarnation:
             self._ask_snapshot(worker, now)

@@ -118,6 +118,8 @@ class Breakers:
         if breaker.open_until is not None:
             if breaker.probe_at is not None and now >= breaker.open_until:
                 self._trip(worker_id, breaker, min(2 * breaker.backoff_s, self._rules.max_backoff_s))
+            # One placed in spite of the breaker, where nothing else was left, must not pass for the probe to come.
+            breaker.probe_at = None
             return
         breaker.ends.append((now, False))
         while breaker.ends[0][0] <= now - self._rules.window_s:

@@ -140,8 +140,8 @@ class PrefixIndex:
         bits, mask = self._bits, self._shown
         masks: list[int] = []
         runs: list[int] = []
-        for block in split(packed):
-            left = mask & bits.get(block, 0)
+        for at in range(0, len(packed) - HASH_BYTES + 1, HASH_BYTES):  # Not split: most walks end early.
+            left = mask & bits.get(packed[at : at + HASH_BYTES], 0)
             if left == mask and runs:
                 runs[-1] += 1
                 continue

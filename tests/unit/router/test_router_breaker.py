@@ -63,6 +63,17 @@ def test_a_probe_of_which_nothing_is_heard_is_given_up() -> None:
     assert breakers.allows("w", 1)
 
 
+def test_a_request_placed_in_spite_of_an_open_breaker_is_not_the_next_probe() -> None:
+    clock = FakeClock()
+    breakers = Breakers(RULES, clock)
+    for _ in range(3):
+        breakers.failed("w", 1, UNAVAILABLE)
+    breakers.chosen("w", 1)
+    breakers.failed("w", 1, UNAVAILABLE)
+    clock.advance(1.0)
+    assert breakers.allows("w", 1)
+
+
 def test_a_breaker_of_which_nothing_is_heard_does_not_stay_for_ever() -> None:
     clock, told = FakeClock(), []
     breakers = Breakers(RULES, clock, on_change=told.append)
@@ -132,6 +143,7 @@ class BreakerMachine(RuleBasedStateMachine):
         if self.until is not None:
             if self.probe is not None and self.clock.now >= self.until:
                 self.open(min(4.0, 2 * self.backoff))
+            self.probe = None
             return
         self.ends.append((self.clock.now, False))
         recent = [ok for at, ok in self.ends if at > self.clock.now - 10.0]

@@ -173,6 +173,8 @@ def test_blocks_are_bounded_by_what_the_worker_can_hold(fleet: Fleet) -> None:
     assert fleet.index.held(worker.slot) == {HASHES[0], HASHES[1], HASHES[4]}
     with pytest.raises(InvalidArgument):
         fleet.kv_events(session, router_pb2.KvEvents(stored_packed=b"y" * 33, sequence=3, incarnation=1))
+    with pytest.raises(InvalidArgument):
+        fleet.kv_events(session, router_pb2.KvEvents(stored_packed=bytes(16 << 17), removed_packed=b"y" * 16))
     fleet.kv_events(session, kv_events(3, [HASHES[0]], reset=True))
     assert fleet.index.held(worker.slot) == {HASHES[0]}
 
