@@ -117,8 +117,8 @@ class Generation:
 
     `decision`: made by `Placer.decide` just now, with candidates; without one, workers alone are asked for.
     `resume`: choice -> its output so far, of a generation that is taken over; `ended`: its choices that had ended.
-    `revision`: of those, the only one to go on with. `lead`: the flight that its report ends, if not the decision's.
-    `started`: when the request came, on the loop's clock. `on_stop` is called once when `stop` ends it.
+    `revision`: that readers were told of, the only one to go on with. `lead`: the flight that its report ends, if not
+    the decision's. `started`: when the request came, on the loop's clock. `on_stop` is called once when `stop` ends it.
     """
 
     def __init__(
@@ -170,6 +170,8 @@ class Generation:
         self._scored = False
         self._loss: KvmeshError | None = None
         self._losses = 0
+        # One worker may have had each choice for itself.
+        self._most_losses = MAX_LOSSES * job.sampling.best_of
         self._heal_count = 0
         self._end_by: float | None = None
         self.error: KvmeshError | None = None
@@ -325,7 +327,7 @@ class Generation:
             heal=self._begun,
             again=self._loss is not None or self._begun,
             scored=self._scored,
-            revision=self._revision if self._begun else "",
+            revision=self._revision,
             failures=failures,
             turned_away=turned_away,
         )
@@ -387,8 +389,8 @@ class Generation:
             if placed.inbox.error is not None:
                 # It failed between the worker's acceptance and here.
                 self._release(placed, forget=False)
-            if not self._begun or not self._revision:
-                self._revision = placed.revision
+            # What has been told once holds: an answer is of one revision, with output or without.
+            self._revision = self._revision or placed.revision
             if self._accepted_at is None:
                 await self._accept(placed)
 
@@ -511,7 +513,7 @@ class Generation:
         else:
             failures += 1
             self._losses += 1
-        if not healable or failures >= self._settings.max_attempts or self._losses > MAX_LOSSES * share.choices:
+        if not healable or failures >= self._settings.max_attempts or self._losses > self._most_losses:
             raise error
         self._loss = error
         log.warning("request %s is placed again: %s", self._job.inner_id, error.message)

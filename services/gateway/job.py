@@ -98,7 +98,7 @@ class Job:
         model: str = "",
         kinds: Iterable[Kind] | None = None,
     ) -> router_pb2.RouteRequest:
-        """What the router is asked. `pinned_revision`: of a request that has output, the only one to go on with it.
+        """What the router is asked. `pinned_revision`: of a request that a worker took, the only one to go on with it.
         `kinds`: the prefix caches that the prompt is named for, None where they are not known.
 
         A drawn seed stays out: it would make every request different from all others. So does a default `max_tokens`:
@@ -168,9 +168,10 @@ class Share:
     """What one submission runs of a job: its `choices` from `first_choice` on.
 
     `output`: tokens of its one choice that are out already. `heal`: the client has seen output of this job, so that it
-    goes on elsewhere instead of beginning anew; `revision` is then the only one to go on with. `again`: it ran before,
-    and goes ahead of what has not begun. `scored`: the prompt's scores are out. `failures`: placements that failed
-    since there was new output; `turned_away`: those that a worker took and had no room for after all.
+    goes on elsewhere instead of beginning anew. `again`: it ran before, and goes ahead of what has not begun.
+    `revision`: once a worker has taken the job, the only one to go on with. `scored`: the prompt's scores are out.
+    `failures`: placements that failed since there was new output; `turned_away`: those that a worker took and had no
+    room for after all.
     """
 
     first_choice: int

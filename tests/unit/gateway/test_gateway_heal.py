@@ -140,7 +140,7 @@ async def test_lost_at_every_token(world: World, pair: Any) -> None:
         route = routes[again.request_id]
         assert list(route.exclude_workers) == ["first"]
         assert (route.no_flight, route.cache) == (True, pb.CACHE_MODE_OFF)
-        assert route.pinned_revision == ("rev-1" if lost_at else "")
+        assert route.pinned_revision == "rev-1"
         report = reports[again.request_id]
         assert report.answer.choices[0].text == TEXT
         assert report.decision_id == f"decision-{again.request_id}"
@@ -354,6 +354,44 @@ async def test_when_nobody_comes_the_loss_is_told(world: World) -> None:
     assert (events[0].error.reason, events[0].error.retryable) == ("WORKER_LOST", True)
     assert metrics.value(names.GATEWAY_HEALS, outcome="failed") == failed + 1
     await world.until(world.idle)
+
+
+async def test_the_revision_that_was_told_answers_even_before_any_output(world: World) -> None:
+    first = await world.worker("first")
+    other = await world.worker("other", revision="rev-2")
+    second = await world.worker("second")
+    router = await world.router()
+    await world.start()
+    await world.until(lambda: len(world.gateway.fleet.links()) == 3)
+    first.on_submit = hold
+    other.on_submit = play(other, "wrong")
+    second.on_submit = play(second)
+    call = world.chat()
+    assert (await next_event(call)).accepted.revision == "rev-1"
+    first.break_stream()
+    assert text_of(await rest(call)) == TEXT
+    assert not other.submits.items
+    assert router.routes.items[1].pinned_revision == "rev-1"
+
+
+async def test_sixteen_choices_outlive_five_workers(world: World) -> None:
+    rounds, choices = 5, 16
+    workers = [await world.worker(f"w{number}", max_batch=64) for number in range(rounds + 1)]
+    await world.router()
+    await world.start()
+    for number, worker in enumerate(workers[:rounds]):
+        worker.on_submit = play(worker, until=number + 1)
+    workers[-1].on_submit = play(workers[-1])
+    call = world.chat(sampling={"n": choices, "temperature": 1.0, "seed": 3})
+    reading = asyncio.create_task(rest(call))
+    for number, worker in enumerate(workers[:rounds]):
+        await worker.submits.wait(choices if number else 1)
+        (generation,) = [request._running for _, request in world.gateway.registry._running.items()]
+        have = choices * (number + 1)
+        await world.until(lambda have=have, made=generation: made.usage.completion_tokens >= have)
+        worker.break_stream()
+    events = await reading
+    assert [text_of(events, choice) for choice in range(choices)] == [TEXT] * choices
 
 
 async def test_another_revision_never_goes_on(world: World) -> None:
