@@ -21,13 +21,15 @@ from kvmesh.cli.options import (
     TlsKey,
     TlsName,
     TokenFile,
+    Troubles,
     fail,
     mesh_of,
+    nobody,
     run,
     secure_of,
+    told,
     wide_console,
 )
-from kvmesh.errors import Unavailable
 from kvmesh.proto.v1 import router_admin_pb2, router_admin_pb2_grpc
 
 TIMEOUT_S = 10.0
@@ -67,37 +69,46 @@ def stats_view(stats: router_admin_pb2.CacheStatsResponse) -> Group:
 
 async def print_stats(mesh: Mesh) -> int:
     """Every replica's; 1 when one does not answer."""
-    console, bad = wide_console(), 0
-    for address in mesh.routers:
-        try:
-            async with mesh.secure.channel(address) as channel:
-                stats = await router_admin_pb2_grpc.RouterAdminStub(channel).CacheStats(
-                    router_admin_pb2.CacheStatsRequest(), timeout=TIMEOUT_S, metadata=mesh.metadata
-                )
-            console.print(stats_view(stats))
-        except grpc.aio.AioRpcError as error:
-            bad = 1
-            console.print(Text(f"router at {address}: {error.code().name}: {error.details()}", style="red"))
-    return bad
+
+    async def ask(channel: grpc.aio.Channel) -> router_admin_pb2.CacheStatsResponse:
+        stub, request = router_admin_pb2_grpc.RouterAdminStub(channel), router_admin_pb2.CacheStatsRequest()
+        reply: router_admin_pb2.CacheStatsResponse = await stub.CacheStats(
+            request, timeout=TIMEOUT_S, metadata=mesh.metadata
+        )
+        return reply
+
+    console = wide_console()
+    replies, troubles = await mesh.ask_all(ask)
+    for reply in replies:
+        console.print(stats_view(reply))
+    return _complain(troubles, console)
 
 
 async def purge_all(mesh: Mesh, request: router_admin_pb2.CachePurgeRequest) -> int:
-    """Purge through the first replica that answers: it tells the others."""
-    trouble = "no router is named"
-    for address in mesh.routers:
-        try:
-            async with mesh.secure.channel(address) as channel:
-                reply = await router_admin_pb2_grpc.RouterAdminStub(channel).CachePurge(
-                    request, timeout=TIMEOUT_S, metadata=mesh.metadata
-                )
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise
-            trouble = f"router at {address}: {error.code().name}: {error.details()}"
-            continue
-        Console().print(f"purged {reply.purged} answer(s); epoch {reply.epoch}", markup=False, highlight=False)
-        return 0
-    raise Unavailable(trouble)
+    """Purge on every replica: through Redis one would tell the others, but without it each has a memory of its own.
+
+    1 when one does not answer: what it remembers is not known then.
+    """
+
+    async def ask(channel: grpc.aio.Channel) -> router_admin_pb2.CachePurgeResponse:
+        stub = router_admin_pb2_grpc.RouterAdminStub(channel)
+        reply: router_admin_pb2.CachePurgeResponse = await stub.CachePurge(
+            request, timeout=TIMEOUT_S, metadata=mesh.metadata
+        )
+        return reply
+
+    replies, troubles = await mesh.ask_all(ask)
+    if not replies:
+        raise nobody(troubles)
+    purged, epoch = sum(reply.purged for reply in replies), max(reply.epoch for reply in replies)
+    Console().print(f"purged {purged} answer(s); epoch {epoch}", markup=False, highlight=False)
+    return _complain(troubles, Console(stderr=True))
+
+
+def _complain(troubles: Troubles, console: Console) -> int:
+    for each in troubles:
+        console.print(Text(told(*each), style="red"))
+    return 1 if troubles else 0
 
 
 @app.command()

@@ -11,11 +11,12 @@ from typing import Annotated, Any, TypeVar
 import grpc
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from kvmesh.cli import tls
 from kvmesh.cli.state import read_state
 from kvmesh.cli.tls import Secure
-from kvmesh.errors import KvmeshError
+from kvmesh.errors import KvmeshError, NotFound, Unavailable
 from kvmesh.rpc.auth import MESH_TOKEN_KEY, MeshToken
 
 T = TypeVar("T")
@@ -49,6 +50,10 @@ def secure_of(ca: str, cert: str, key: str, server_name: str) -> Secure:
         raise fail(error.message) from None
 
 
+Troubles = list[tuple[str, grpc.aio.AioRpcError]]
+"""Address of a replica, and what its call ended with."""
+
+
 @dataclass(frozen=True)
 class Mesh:
     """How to reach the inner services: `routers` are addresses, `metadata` proves membership of the mesh."""
@@ -62,6 +67,20 @@ class Mesh:
         async with self.secure.channel(address) as channel:
             return await work(channel)
 
+    async def ask_all(self, work: Callable[[grpc.aio.Channel], Awaitable[T]]) -> tuple[list[T], Troubles]:
+        """`work` on every replica, beside each other: what they replied, and why the others did not."""
+        calls = (self.call(address, work) for address in self.routers)
+        replies: list[T] = []
+        troubles: Troubles = []
+        for address, reply in zip(self.routers, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(reply, grpc.aio.AioRpcError):
+                troubles.append((address, reply))
+            elif isinstance(reply, BaseException):
+                raise reply
+            else:
+                replies.append(reply)
+        return replies, troubles
+
 
 def mesh_of(router: str, token_file: str, secure: Secure) -> Mesh:
     """The mesh of the options, by default the one that runs here; exits when there is none."""
@@ -70,6 +89,8 @@ def mesh_of(router: str, token_file: str, secure: Secure) -> Mesh:
         raise fail("no mesh runs here (kvmesh up starts one); name a router with --router")
     if router or state is None:
         routers = tuple(part.strip() for part in router.split(",") if part.strip())
+        if not routers:
+            raise fail("--router names no address")
     else:
         routers = tuple(state.routers) or (state.router,)
     token = token_file or (state.token_file if state and not router else "")
@@ -90,6 +111,23 @@ def run(work: Coroutine[Any, Any, int]) -> typer.Exit:
     except KvmeshError as error:
         Console(stderr=True).print(error.message, style="red", markup=False)
         return typer.Exit(1)
+
+
+def told(address: str, error: grpc.aio.AioRpcError) -> str:
+    """What is wrong with a replica, in a line."""
+    return f"router at {address}: {error.code().name}: {error.details()}"
+
+
+def nobody(troubles: Troubles) -> KvmeshError:
+    """The error to raise where no replica gave a reply: NotFound where every one of them looked."""
+    lines = "; ".join(told(*each) for each in troubles)
+    looked = all(error.code() is grpc.StatusCode.NOT_FOUND for _, error in troubles)
+    return NotFound(lines) if looked else Unavailable(lines)
+
+
+def plain(text: str) -> Text:
+    """Words of others for a cell: no markup, and nothing that a terminal would obey."""
+    return Text("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text))
 
 
 def wide_console() -> Console:

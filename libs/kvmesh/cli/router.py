@@ -21,15 +21,18 @@ from kvmesh.cli.options import (
     TlsKey,
     TlsName,
     TokenFile,
+    Troubles,
     fail,
     mesh_of,
+    nobody,
+    plain,
     run,
     secure_of,
     wide_console,
 )
 from kvmesh.cli.state import read_state
 from kvmesh.client import Client
-from kvmesh.errors import FailedPrecondition, NotFound, Unavailable
+from kvmesh.errors import FailedPrecondition
 from kvmesh.proto.v1 import router_admin_pb2, router_admin_pb2_grpc
 
 TIMEOUT_S = 10.0
@@ -77,7 +80,12 @@ def _cache(cache: router_admin_pb2.ExplainedCache) -> list[RenderableType]:
         for item in cache.candidates:
             served = "yes" if item.served else "no"
             table.add_row(
-                f"{item.similarity:.4f}", item.text, item.guard or "–", _number(item.verifier), served, item.purge_id
+                f"{item.similarity:.4f}",
+                plain(item.text),
+                item.guard or "–",
+                _number(item.verifier),
+                served,
+                item.purge_id,
             )
         parts.append(table)
     return parts
@@ -89,7 +97,7 @@ def _workers(explained: router_admin_pb2.ExplainResponse) -> Table:
     order = sorted(explained.workers, key=lambda row: (row.role, row.rank == 0, row.rank, row.worker_id))
     for row in order:
         table.add_row(
-            row.worker_id,
+            plain(row.worker_id),
             row.role,
             row.state,
             row.breaker,
@@ -99,7 +107,7 @@ def _workers(explained: router_admin_pb2.ExplainResponse) -> Table:
             f"{row.relative_load:.3f}",
             f"{row.score:.3f}" if row.rank else "–",
             str(row.rank) if row.rank else "–",
-            row.excluded,
+            plain(row.excluded),
         )
     return table
 
@@ -109,27 +117,24 @@ def _number(value: float) -> str:
 
 
 async def explain_one(mesh: Mesh, request: router_admin_pb2.ExplainRequest) -> int:
-    """Ask the replicas in turn: the one that decided knows. Raises NotFound when none does."""
-    trouble = ""
-    for address in mesh.routers:
-        try:
-            async with mesh.secure.channel(address) as channel:
-                explained = await router_admin_pb2_grpc.RouterAdminStub(channel).Explain(
-                    request, timeout=TIMEOUT_S, metadata=mesh.metadata
-                )
-        except grpc.aio.AioRpcError as error:
-            if error.code() not in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE):
-                raise
-            trouble = f"router at {address}: {error.code().name}: {error.details()}"
-            continue
-        wide_console().print(explained_view(explained))
-        return 0
-    raise (Unavailable if "UNAVAILABLE" in trouble else NotFound)(trouble or "no router is named")
+    """The newest decision that any replica made for it. Raises NotFound when none did, Unavailable when one that might
+    have does not answer."""
+
+    async def ask(channel: grpc.aio.Channel) -> router_admin_pb2.ExplainResponse:
+        stub = router_admin_pb2_grpc.RouterAdminStub(channel)
+        reply: router_admin_pb2.ExplainResponse = await stub.Explain(request, timeout=TIMEOUT_S, metadata=mesh.metadata)
+        return reply
+
+    replies, troubles = await mesh.ask_all(ask)
+    if not replies:
+        raise nobody(troubles)
+    wide_console().print(explained_view(max(replies, key=lambda reply: reply.decided_at)))
+    return 0
 
 
 async def send_feedback(mesh: Mesh, request: router_admin_pb2.FeedbackRequest) -> int:
     """Tell the replica that decided."""
-    trouble = ""
+    troubles: Troubles = []
     for address in mesh.routers:
         try:
             async with mesh.secure.channel(address) as channel:
@@ -138,10 +143,8 @@ async def send_feedback(mesh: Mesh, request: router_admin_pb2.FeedbackRequest) -
                 )
             return 0
         except grpc.aio.AioRpcError as error:
-            if error.code() not in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE):
-                raise
-            trouble = f"router at {address}: {error.code().name}: {error.details()}"
-    raise NotFound(trouble or "no router is named")
+            troubles.append((address, error))
+    raise nobody(troubles)
 
 
 async def try_question(

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Annotated
 
+import grpc
 import typer
 from rich.console import Console
 from rich.table import Column, Table
@@ -22,11 +23,13 @@ from kvmesh.cli.options import (
     TlsName,
     TokenFile,
     mesh_of,
+    nobody,
+    plain,
     run,
     secure_of,
     wide_console,
 )
-from kvmesh.errors import NotFound, Unavailable
+from kvmesh.errors import NotFound
 from kvmesh.proto.v1 import engine_pb2, engine_pb2_grpc, router_pb2, router_pb2_grpc
 
 TIMEOUT_S = 5.0
@@ -36,24 +39,28 @@ Ids = Annotated[list[str], typer.Argument(help="Worker ids, as `kvmesh workers l
 
 
 async def read_fleet(mesh: Mesh) -> dict[str, router_pb2.WorkerStatus]:
-    """Worker id → status, from the first router that answers. Raises Unavailable when none does."""
-    import grpc
+    """Worker id → status, as any replica knows it: one that has just started does not know all yet.
 
-    trouble = "no router is named"
-    for address in mesh.routers:
-        async with mesh.secure.channel(address) as channel:
-            request = router_pb2.WatchRequest(watcher_id="kvmesh-workers")
-            watch = router_pb2_grpc.RouterStub(channel).Watch(request, timeout=TIMEOUT_S, metadata=mesh.metadata)
-            try:
-                first = await watch.read()
-            except grpc.aio.AioRpcError as error:
-                trouble = f"router at {address}: {error.code().name}: {error.details()}"
-                continue
-            finally:
-                watch.cancel()
-        if isinstance(first, router_pb2.WatchResponse):
-            return {entry.info.worker_id: entry for entry in first.workers}
-    raise Unavailable(trouble)
+    Raises Unavailable when none answers.
+    """
+
+    async def ask(channel: grpc.aio.Channel) -> router_pb2.WatchResponse:
+        request = router_pb2.WatchRequest(watcher_id="kvmesh-workers")
+        watch = router_pb2_grpc.RouterStub(channel).Watch(request, timeout=TIMEOUT_S, metadata=mesh.metadata)
+        try:
+            first = await watch.read()
+        finally:
+            watch.cancel()
+        return first if isinstance(first, router_pb2.WatchResponse) else router_pb2.WatchResponse()
+
+    replies, troubles = await mesh.ask_all(ask)
+    if not replies:
+        raise nobody(troubles)
+    fleet: dict[str, router_pb2.WorkerStatus] = {}
+    for reply in replies:
+        for entry in reply.workers:
+            fleet.setdefault(entry.info.worker_id, entry)
+    return fleet
 
 
 def table_of(fleet: dict[str, router_pb2.WorkerStatus]) -> Table:
@@ -63,13 +70,13 @@ def table_of(fleet: dict[str, router_pb2.WorkerStatus]) -> Table:
     for worker_id, entry in sorted(fleet.items()):
         info, load = entry.info, entry.load
         table.add_row(
-            worker_id,
+            plain(worker_id),
             engine_pb2.WorkerRole.Name(info.role).removeprefix("WORKER_ROLE_").lower(),
             engine_pb2.WorkerState.Name(info.state).removeprefix("WORKER_STATE_").lower(),
             entry.breaker or "closed",
-            info.model,
-            info.revision[:12],
-            info.address,
+            plain(info.model),
+            plain(info.revision[:12]),
+            plain(info.address),
             str(load.running),
             str(load.waiting),
             f"{load.queued_tokens:,}",
@@ -87,16 +94,27 @@ async def _of(mesh: Mesh, ids: Sequence[str]) -> list[engine_pb2.WorkerInfo]:
     return [fleet[worker_id].info for worker_id in ids]
 
 
+def _refused(info: engine_pb2.WorkerInfo, error: grpc.aio.AioRpcError) -> None:
+    line = f"{info.worker_id} at {info.address}: {error.code().name}: {error.details()}"
+    Console(stderr=True).print(line, style="red", markup=False, highlight=False)
+
+
 async def set_cordon(mesh: Mesh, ids: Sequence[str], cordoned: bool) -> int:
-    """Cordon or uncordon."""
-    console = Console()
+    """Cordon or uncordon each of them; 1 when one did not answer."""
+    console, bad = Console(), 0
     for info in await _of(mesh, ids):
-        async with mesh.secure.channel(info.address) as channel:
-            request = engine_pb2.CordonRequest(cordoned=cordoned)
-            reply = await engine_pb2_grpc.EngineStub(channel).Cordon(request, timeout=TIMEOUT_S, metadata=mesh.metadata)
+        request = engine_pb2.CordonRequest(cordoned=cordoned)
+        try:
+            async with mesh.secure.channel(info.address) as channel:
+                stub = engine_pb2_grpc.EngineStub(channel)
+                reply = await stub.Cordon(request, timeout=TIMEOUT_S, metadata=mesh.metadata)
+        except grpc.aio.AioRpcError as error:
+            _refused(info, error)
+            bad = 1
+            continue
         state = engine_pb2.WorkerState.Name(reply.info.state).removeprefix("WORKER_STATE_").lower()
         console.print(f"{info.worker_id}: {state}", markup=False, highlight=False)
-    return 0
+    return bad
 
 
 async def drain_all(mesh: Mesh, ids: Sequence[str], timeout_s: float) -> int:
@@ -116,6 +134,8 @@ async def drain_all(mesh: Mesh, ids: Sequence[str], timeout_s: float) -> int:
                     console.print(f"{info.worker_id}: {told}", markup=False, highlight=False)
                     if step.drained:
                         return True
+            except grpc.aio.AioRpcError as error:
+                _refused(info, error)
             finally:
                 call.cancel()
         return False
