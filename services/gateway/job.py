@@ -215,7 +215,9 @@ class Progress:
     failures: list[router_pb2.AttemptFailure] = field(default_factory=list)
 
     def failed(self, info: engine_pb2.WorkerInfo, error: KvmeshError) -> None:
-        """A worker failed this request: it is not asked again, and breakers hear of it."""
+        """A worker failed this request: it is not asked again, and breakers hear of it, once for all its choices."""
+        if self.excluded.get(info.worker_id) == info.incarnation:
+            return
         self.excluded[info.worker_id] = info.incarnation
         code = row(error).code.value[0]
         self.failures.append(

@@ -64,6 +64,11 @@ class Seats:
         self.taken += 1
         self.ceiling = max(self.ceiling, self.taken)
 
+    def reported(self, occupancy: int) -> None:
+        """What the worker says it holds. A refusal may have come when less was known of it: what it holds, it can."""
+        self.taken = occupancy
+        self.ceiling = max(self.ceiling, occupancy)
+
     def refused(self) -> None:
         """The worker is full as it stands, with at least one seat: a worker that runs nothing must be asked again."""
         self.ceiling = max(1, self.taken)
@@ -254,7 +259,7 @@ class WorkerLink:
     def _take(self, frame: engine_pb2.FramesResponse) -> None:
         if frame.HasField("load"):
             self.load = frame.load
-            self.seats.taken = _occupancy(frame.load)
+            self.seats.reported(_occupancy(frame.load))
         if self.state is LinkState.CONNECTING:
             self.state = LinkState.OPEN
             self._opened.set()

@@ -169,6 +169,17 @@ def test_seats_learn_from_refusals() -> None:
     assert seats.free == 1
 
 
+def test_a_refusal_from_before_the_last_report_does_not_hold_a_worker_down() -> None:
+    seats = Seats(64)
+    # Other gateways have just filled it, and no frame has told yet.
+    seats.refused()
+    assert seats.ceiling == 1
+    seats.reported(96)
+    assert seats.free == 0
+    seats.reported(80)
+    assert seats.free == 16
+
+
 async def test_what_ran_before_goes_ahead_in_the_order_of_its_coming() -> None:
     queue = FairQueue(4)
     fresh = [enter(queue, tenant) for tenant in "aabb"]

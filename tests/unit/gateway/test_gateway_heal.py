@@ -377,7 +377,7 @@ async def test_the_revision_that_was_told_answers_even_before_any_output(world: 
 async def test_sixteen_choices_outlive_five_workers(world: World) -> None:
     rounds, choices = 5, 16
     workers = [await world.worker(f"w{number}", max_batch=64) for number in range(rounds + 1)]
-    await world.router()
+    router = await world.router()
     await world.start()
     for number, worker in enumerate(workers[:rounds]):
         worker.on_submit = play(worker, until=number + 1)
@@ -392,6 +392,9 @@ async def test_sixteen_choices_outlive_five_workers(world: World) -> None:
         worker.break_stream()
     events = await reading
     assert [text_of(events, choice) for choice in range(choices)] == [TEXT] * choices
+    # Breakers hear of each once, not sixteen times.
+    (report,) = await router.reports.wait()
+    assert [failure.worker_id for failure in report.failures] == [worker.info.worker_id for worker in workers[:rounds]]
 
 
 async def test_another_revision_never_goes_on(world: World) -> None:
