@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import pytest
 
 from kvmesh.cli.ports import free_port
 from kvmesh.engine.worker import attach_events
@@ -255,6 +256,26 @@ def test_a_router_too_slow_for_the_events_gets_a_snapshot_in_parts(monkeypatch: 
     assert [(m.reset, m.more) for m in parts] == [(True, True), (False, True), (False, False)]
     assert publisher.known == set(publisher.mirror.hashes)
     assert publisher.deliver() == []
+
+
+async def test_an_ended_stream_takes_nothing_from_its_successor() -> None:
+    links = RouterLinks([], incarnation=7, info=pb.WorkerInfo, load=pb.WorkerLoad, open_channel=Any, interval_s=60.0)
+    outbox = Outbox(links.mirror, 7)
+    ended = links._messages(outbox, outbox.stream)
+    assert [(await anext(ended)).WhichOneof("event") for _ in range(3)] == ["registration", "kv", "load"]
+    asked = asyncio.ensure_future(anext(ended))
+    await asyncio.sleep(0)  # It waits for the next report to be due.
+    outbox.restart()
+    outbox.seen("r")
+    links.on_change()
+    with pytest.raises(StopAsyncIteration):
+        async with asyncio.timeout(10):
+            await asked
+    current = links._messages(outbox, outbox.stream)
+    registration, kv, load = [await anext(current) for _ in range(3)]
+    assert registration.HasField("registration")
+    assert kv.kv.reset
+    assert load.load.seen_requests == ["r"]
 
 
 async def test_close_ends_all_streams() -> None:

@@ -133,7 +133,7 @@ class RouterLinks:
         stub = router_pb2_grpc.RouterStub(channel)  # type: ignore[no-untyped-call,unused-ignore]
         loop = asyncio.get_running_loop()
         answered = False
-        call: Any = stub.Attach(self._messages(outbox))
+        call: Any = stub.Attach(self._messages(outbox, outbox.stream))
         with raising(), cancelling(call):
             try:
                 async with asyncio.timeout(SILENCE_S) as silence:
@@ -149,8 +149,9 @@ class RouterLinks:
                 raise Unavailable(f"no heartbeat for {SILENCE_S:g} s") from None
         return answered
 
-    async def _messages(self, outbox: Outbox) -> AsyncIterator[router_pb2.AttachRequest]:
-        while True:
+    async def _messages(self, outbox: Outbox, stream: int) -> AsyncIterator[router_pb2.AttachRequest]:
+        # gRPC asks once more after a stream that the router ended: what waits by then is the next stream's.
+        while outbox.stream == stream:
             changed = self._changed
             if outbox.register:
                 outbox.register = False

@@ -57,10 +57,12 @@ class Outbox:
         self._mirror = mirror
         self._incarnation = incarnation
         self._clock = clock
+        self.stream = 0
         self.restart()
 
     def restart(self) -> None:
         """A new stream knows nothing, and counts from 1."""
+        self.stream += 1
         self.register = True
         self._seen: list[str] = []
         self._sequence = 0
