@@ -27,9 +27,14 @@ MAX_TEXT_BYTES = 64 * 1024
 MAX_DIM = 4096
 MAX_EMBEDDER_BYTES = 128
 MAX_NUMBER_DIGITS = 16
+MAX_EPOCH = 1 << 50
+"""Numbers of Redis' scripts are doubles: one more than this still is another number."""
 
 Fields = dict[bytes, bytes]
 What = Literal["id", "tenant", "model", "family"]
+MAX_PACKED_BYTES = 4 * MAX_DIM + MAX_TEXT_BYTES + 1024
+"""No packed entry is larger, so no more than this needs to be read."""
+
 _HEX = re.compile(rb"[0-9a-f]+")
 _HEAD = struct.Struct(">3sQQ16s32s16s32s16s16s8sBBHI")
 MAGIC = b"kE\x01"
@@ -143,7 +148,10 @@ def decode(fields: object) -> Event | None:
         if kind == b"purge":
             what = fields[b"what"].decode()
             return Purged(cast(What, what), _hex(fields[b"value"], _VALUE_LENGTHS[what]), _number(fields[b"at_ms"]))
-        return Epoch(_number(fields[b"epoch"])) if kind == b"epoch" else None
+        if kind == b"epoch":
+            epoch = _number(fields[b"epoch"])
+            return Epoch(epoch) if epoch <= MAX_EPOCH else None
+        return None
     except (KeyError, ValueError, TypeError, AttributeError):
         return None
 

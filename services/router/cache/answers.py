@@ -263,16 +263,33 @@ class AnswerCache:
         if data is None or not plan.write or plan.epoch != self.epoch or self._purges.since(plan.made_at, **tags):
             await self.end_flight(flight)
             return False
+        kept, entry = await self._keep(plan, data, model, family, tags, flight)
+        if entry is not None and self._purges.since(plan.made_at, **tags):
+            # Ordered while it was stored: its sweep may have come before the indices had the entry.
+            await self._take_back(plan, entry, family, data)
+            return False
+        return kept
+
+    async def _keep(
+        self,
+        plan: CachePlan,
+        data: bytes,
+        model: str,
+        family: bytes,
+        tags: dict[str, str],
+        flight: router_pb2.Flight | None,
+    ) -> tuple[bool, bytes | None]:
+        """Into both caches: whether one took it, and the id of the new entry."""
         made: Put | None
         if self.exact is not None:
             made = await self._put(self.exact, plan, data, model, family, flight)
             if made is None or made.kept:
-                return made is not None
+                return made is not None, None
         else:
             now = int(time.time() * 1000)
             made = Put(secrets.token_bytes(16), now, now + int(self._ttl_s * 1000), False, None, 0)
         if self.near is None or plan.mode < Mode.SEMANTIC or not plan.key.partition:
-            return self.exact is not None
+            return self.exact is not None, made.entry_id
         origin = Origin(
             entry_id=made.entry_id,
             tag=plan.key.tag,
@@ -282,7 +299,15 @@ class AnswerCache:
             expires_ms=made.expires_ms,
         )
         near = await self.near.store(plan.key, data, STORE_TIMEOUT_S, origin)
-        return near or self.exact is not None
+        return near or self.exact is not None, made.entry_id
+
+    async def _take_back(self, plan: CachePlan, entry_id: bytes, family: bytes, data: bytes) -> None:
+        """Out of Redis and of this process's memory; other replicas find no answer to their copy."""
+        member = Member(plan.key.tag, plan.key.exact.hex(), entry_id.hex(), family.hex(), len(data))
+        if self.store is not None:
+            await self._indices.drop(member, plan.epoch)
+        if self.near is not None:
+            await self.near.purge("id", entry_id.hex())
 
     async def _put(
         self,

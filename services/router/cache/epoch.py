@@ -21,13 +21,14 @@ BLOCK_MS = 1000
 RETRY_S = 0.2
 BATCH = 64
 
-# KEYS epoch; ARGV known, bump. One that is lost begins anew with the time, which no earlier one has reached.
+# KEYS epoch; ARGV known, bump, highest. One that is lost begins anew with the time, which no earlier one has reached.
 _EPOCH = Script(
     "epoch",
     """
 local time = redis.call('TIME')
 local value = redis.pcall('GET', KEYS[1])
-local found = type(value) == 'string' and tonumber(value) or nil
+local found = type(value) == 'string' and string.match(value, '^%d+$') and tonumber(value) or nil
+if found and found > tonumber(ARGV[3]) then found = nil end
 local epoch = math.max(found or tonumber(time[1]), tonumber(ARGV[1]))
 if ARGV[2] == '1' then epoch = math.max(epoch + 1, tonumber(time[1])) end
 if epoch ~= found then redis.call('SET', KEYS[1], string.format('%d', epoch)) end
@@ -47,7 +48,7 @@ class EpochKeeper:
         store.on_connect.append(self._connected)
 
     async def _connected(self, client: Any) -> None:
-        self._learn(await _EPOCH(client, [keys.EPOCH], [self.value, 0]))
+        self._learn(await _EPOCH(client, [keys.EPOCH], [self.value, 0, events.MAX_EPOCH]))
         if self._last is None:
             try:
                 newest = await client.xrevrange(keys.EVENTS, count=1)
@@ -64,8 +65,9 @@ class EpochKeeper:
 
     async def bump(self) -> int | None:
         """Begin a new epoch, here at once and elsewhere as soon as they hear of it; None when Redis did not take it."""
-        value = await self._store.script(_EPOCH, [keys.EPOCH], [self.value, 1], write=True)
-        if not isinstance(value, int):
+        before = self.value
+        value = await self._store.script(_EPOCH, [keys.EPOCH], [before, 1, events.MAX_EPOCH], write=True)
+        if not isinstance(value, int) or value <= before:
             return None
         self._learn(value)
         await publish(self._store, events.Epoch(value))
@@ -79,7 +81,9 @@ class EpochKeeper:
             if reply is None:
                 await asyncio.sleep(RETRY_S)
             if not reply:
-                self._learn(await self._store.script(_EPOCH, [keys.EPOCH], [self.value, 0], write=True))
+                self._learn(
+                    await self._store.script(_EPOCH, [keys.EPOCH], [self.value, 0, events.MAX_EPOCH], write=True)
+                )
                 continue
             for self._last, fields in reply[0][1]:
                 # Entries are for those who have vectors.

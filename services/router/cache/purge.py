@@ -26,7 +26,8 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 
 class Purges:
-    """What was purged lately, by the clock of this process. The oldest of many are forgotten."""
+    """What was purged lately, by the clock of this process. Of many the oldest are forgotten; what began before those
+    counts as purged."""
 
     def __init__(
         self, listener: Callable[[events.Purged], None] = lambda _: None, clock: Callable[[], float] = time.monotonic
@@ -34,19 +35,27 @@ class Purges:
         """`listener` hears of each, on the event loop."""
         self._listener = listener
         self._clock = clock
-        self._seen: deque[tuple[float, events.Purged]] = deque(maxlen=MAX_REMEMBERED)
+        self._seen: deque[tuple[float, events.Purged]] = deque()
+        self._forgotten: float | None = None
 
     def __len__(self) -> int:
         return len(self._seen)
 
     def note(self, event: events.Event) -> None:
         """From this router or from another."""
-        if isinstance(event, events.Purged):
+        if not isinstance(event, events.Purged):
+            return
+        if event.what != "id":
+            # What is yet to be stored has no id that anybody could have named.
             self._seen.append((self._clock(), event))
-            self._listener(event)
+            if len(self._seen) > MAX_REMEMBERED:
+                self._forgotten = self._seen.popleft()[0]
+        self._listener(event)
 
     def since(self, when: float, *, tenant: str, model: str, family: str) -> bool:
         """Whether answers of this tenant, model or family (tags, hex) were purged at or after `when`."""
+        if self._forgotten is not None and when <= self._forgotten:
+            return True
         mine = {"tenant": tenant, "model": model, "family": family}
         return any(at >= when and mine.get(event.what) == event.value for at, event in self._seen)
 

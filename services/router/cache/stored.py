@@ -14,15 +14,27 @@ MAX_CHOICES = 16
 COMPLETE = (inference_pb2.FINISH_REASON_STOP,)
 
 # How models begin to decline. Only openings: an answer may well go on to say what cannot be done.
-_CANNOT = r"(?:can[’']?t|cannot|can not|won[’']?t|am unable|am not able)"
-_SERVE = r"(?:help|assist|comply|fulfil|do that|provide|answer that|discuss|engage|create|support|continue)"
+_AM = r"(?:i[’']?m|i am)"
+_UNABLE = rf"(?:(?:i (?:simply |really |just )?)?(?:can[’']?t|cannot|can not|won[’']?t)|{_AM} (?:unable|not able))\b"
+_SERVE = (
+    r"(?:be able to |to )?(?:help|assist|comply|fulfil|do that|provide|answer that|discuss|engage|create|support|"
+    r"continue|generate|share)"
+)
+_SORRY = (
+    rf"(?:{_AM} (?:very |really |so |truly )?sorry|{_AM} afraid(?: that)?|sorry|unfortunately|"
+    r"(?:i|my) (?:sincerely )?apologi(?:[sz]e|es)|as an? (?:ai|language|large)[a-z -]{0,40})"
+)
 _REFUSAL = re.compile(
-    rf"(?:i[’']?m|i am) (?:very |really |so |truly )?sorry,? (?:but )?i {_CANNOT}\b"
-    rf"|(?:i )?apologi[sz]e,? but i {_CANNOT}\b"
-    rf"|(?:sorry|unfortunately),? (?:but )?i {_CANNOT}\b"
-    rf"|i {_CANNOT}(?: to)? {_SERVE}"
-    rf"|(?:i[’']?m|i am) (?:unable|not able) to {_SERVE}"
-    rf"|as an ai(?: language)?(?: model| assistant)?,? i (?:{_CANNOT}|do not have|don[’']?t have)\b",
+    rf"[*_\"'#> ]*(?:{_SORRY}[,.!]?(?: [a-z]{{1,20}}[,.])?"
+    rf"(?: (?:but|as an? [a-z -]{{1,40}},))* (?:{_AM} afraid(?: that)? )?"
+    rf"(?:{_UNABLE}|i (?:do not|don[’']?t) have|(?:that|this)(?:[’']?s| is) (?:not )?something i (?:{_UNABLE}))"
+    rf"|{_UNABLE} {_SERVE}"
+    rf"|i (?:must|have to|need to) (?:respectfully )?decline\b"
+    rf"|(?:i (?:do not|don[’']?t) feel|{_AM} not) comfortable\b"
+    # The same in other languages, by their commonest openings.
+    r"|lo siento,? (?:pero )?no puedo\b|(?:je suis )?désolée?,? (?:mais )?je ne (?:peux|suis) pas\b"
+    r"|(?:es )?tut mir leid,? (?:aber )?(?:ich kann|das kann ich|dabei kann ich)\b|desculpe,? (?:mas )?não posso\b"
+    r"|mi dispiace,? (?:ma )?non posso\b|对不起,?我(?:不能|无法)|很?抱歉,?我(?:不能|无法))",
     re.IGNORECASE,
 )
 _LOOKED_AT = 200
@@ -30,7 +42,7 @@ _LOOKED_AT = 200
 
 def refusal(text: str) -> bool:
     """True when an answer opens by declining to answer."""
-    return _REFUSAL.match(" ".join(text[:_LOOKED_AT].split())) is not None
+    return _REFUSAL.match(" ".join(text[:_LOOKED_AT].replace("，", ",").split())) is not None
 
 
 def complete(answer: router_pb2.CachedAnswer) -> bool:

@@ -198,7 +198,8 @@ class Replica:
         async def read(client: Any) -> list[Any]:
             pipe = client.pipeline(transaction=False)
             for tag, entry_id in names:
-                pipe.get(keys.entry(tag, entry_id))
+                # Whatever lies there: no more of it than an entry has.
+                pipe.getrange(keys.entry(tag, entry_id), 0, events.MAX_PACKED_BYTES)
             return list(await pipe.execute(raise_on_error=False))
 
         packed = await self._ask("near_entries", read)
@@ -207,7 +208,7 @@ class Replica:
         await self._take(added)
 
     def _entry(self, data: object) -> events.Added | None:
-        if data is None:
+        if not data:
             # Its answer went before the index did.
             return None
         try:
@@ -262,7 +263,8 @@ class Replica:
 
     async def _read_epoch(self) -> None:
         epoch = await self._ask("near_epoch", lambda client: client.get(keys.EPOCH))
-        await self._enter(int(epoch) if isinstance(epoch, bytes) and epoch.isdigit() else 0)
+        known = isinstance(epoch, bytes) and epoch.isdigit() and len(epoch) <= events.MAX_NUMBER_DIGITS
+        await self._enter(int(epoch) if known and int(epoch) <= events.MAX_EPOCH else 0)
 
     async def _enter(self, epoch: int) -> None:
         if epoch > self.epoch:

@@ -13,10 +13,11 @@ from kvmesh.config import RouterSettings
 from kvmesh.errors import InvalidArgument
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
-from router_helpers import chat, route_request
+from router_helpers import chat, full_answer, route_request
 from services.router.cache import policy
 from services.router.cache.policy import CachePlan, CacheRules, Mode, check
 from services.router.cache.reldates import relative_date
+from services.router.cache.stored import refusal, worth_keeping
 
 RULES = CacheRules(mode=Mode.SEMANTIC, embedder="minilm", tau=0.9)
 OFF, EXACT, SEMANTIC = Mode.OFF, Mode.EXACT, Mode.SEMANTIC
@@ -116,6 +117,10 @@ def test_a_router_without_an_embedder_is_exact() -> None:
         "What time is it?",
         "Who is currently in charge?",
         "three days ago",
+        "How many days until Christmas?",
+        "What is the weather in Paris?",
+        "ｔｏｄａｙ in history",
+        "what happened in the last 24 hours",
     ],
 )
 def test_relative_dates(text: str) -> None:
@@ -132,6 +137,8 @@ def test_relative_dates(text: str) -> None:
         "How many days has a week?",
         "Explain snow.",
         "Who wrote The Day After Trinity?",
+        "How old must I be to vote?",
+        "What is the difference between weather and climate?",
     ],
 )
 def test_no_relative_dates(text: str) -> None:
@@ -260,3 +267,43 @@ def test_secrets(tmp_path: Path) -> None:
         tag(cache_secret_file=short)
     with pytest.raises(OSError, match="nowhere"):
         tag(cache_secret_file=tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I'm sorry, but I can't assist with that.",
+        "I must decline to answer.",
+        "I don't feel comfortable discussing that.",
+        "As a language model, I can't do that.",
+        "I’m sorry, Dave. I’m afraid I can’t do that.",
+        "I apologize, but I'm not able to help with this.",
+        "My apologies, but I cannot assist.",
+        "I won't be able to help with that request.",
+        "**I'm sorry, but I can't help with that.**",
+        "Sorry! I can't help with that.",
+        "Lo siento, pero no puedo ayudarte con eso.",
+        "Es tut mir leid, aber ich kann dabei nicht helfen.",
+        "很抱歉，我无法回答这个问题。",
+    ],
+)
+def test_refusals_are_not_kept(text: str) -> None:
+    assert refusal(text)
+    assert not worth_keeping(full_answer(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "You can't do this in Python.",
+        "I can help you with that.",
+        "I am sorry for your loss.",
+        "Unfortunately, the file cannot be opened: check its rights.",
+        "I can't stress enough that this is safe.",
+        "As a language model, BERT can't generate text.",
+        "Can't is a contraction of cannot.",
+    ],
+)
+def test_answers_that_only_sound_like_refusals_are_kept(text: str) -> None:
+    assert not refusal(text)
+    assert worth_keeping(full_answer(text))

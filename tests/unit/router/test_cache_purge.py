@@ -15,9 +15,9 @@ from router_harness import Valkey, until
 from router_helpers import full_answer, route_request
 from services.router.cache import epoch
 from services.router.cache.answers import AnswerCache
-from services.router.cache.exact import Head
+from services.router.cache.exact import ExactCache, Head
 from services.router.cache.fingerprint import family_tag, model_tag
-from services.router.cache.purge import Purges
+from services.router.cache.purge import MAX_REMEMBERED, Purges
 from services.router.cache.tenants import Tenants
 
 BOTH = {("tiny", "r1"), ("tiny", "r2"), ("big", "r1")}
@@ -204,6 +204,55 @@ def test_only_what_an_order_names_is_held_back() -> None:
         purges.note(events.Purged(what, value, 0))  # type: ignore[arg-type]
         assert purges.since(now[0], **mine)
         assert not purges.since(now[0] + 0.5, **mine), "it was asked after the purge"
+
+
+def test_no_flood_of_orders_lets_an_older_one_through() -> None:
+    now = [10.0]
+    purges = Purges(clock=lambda: now[0])
+    mine = {"tenant": "1" * 32, "model": model_tag("m"), "family": family_tag("m", "r").hex()}
+    purges.note(events.Purged("tenant", mine["tenant"], 0))
+    for number in range(2 * MAX_REMEMBERED):
+        purges.note(events.Purged("id", f"{number:032x}", 0))
+    assert purges.since(9.0, **mine), "ids crowd nothing out"
+    assert not purges.since(11.0, **mine)
+    now[0] = 20.0
+    for number in range(2 * MAX_REMEMBERED):
+        purges.note(events.Purged("tenant", f"{number + 2:032x}", 0))
+    assert purges.since(9.0, **mine), "it may have been among those forgotten"
+    assert not purges.since(21.0, **mine)
+    assert len(purges) <= MAX_REMEMBERED
+
+
+@pytest.mark.parametrize("ordered", [{"tenant": "t"}, {"model": "tiny"}, {"model": "tiny", "revision": "r1"}])
+async def test_what_is_purged_while_it_is_stored_is_gone(
+    cache: AnswerCache, ordered: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = cache.plan(route_request("q"), "t")
+    put = ExactCache.put
+
+    async def slow(self: ExactCache, *args: Any, **fields: Any) -> Any:
+        made = await put(self, *args, **fields)
+        # The answer is there, no index has it: the sweep cannot find it.
+        await cache.purge(**ordered)
+        return made
+
+    monkeypatch.setattr(ExactCache, "put", slow)
+    assert not await cache.store_answer(plan, full_answer(), model="tiny", revision="r1")
+    monkeypatch.undo()
+    assert told(await look(cache)) == ""
+
+
+@pytest.mark.parametrize("junk", ["9007199254740992", "1e300", "-5", "9" * 400])
+async def test_a_number_too_high_to_count_from_is_no_epoch(
+    valkey: Valkey, cache: AnswerCache, redis: Any, junk: str
+) -> None:
+    await keep(cache)
+    redis.set(keys.EPOCH, junk)
+    redis.xadd(keys.EVENTS, {"kind": "epoch", "epoch": "9999999999999999"})
+    before = cache.epoch
+    await cache.purge(everything=True)
+    assert before < cache.epoch <= events.MAX_EPOCH
+    assert told(await look(cache)) == ""
 
 
 @pytest.mark.parametrize(

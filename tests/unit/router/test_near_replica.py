@@ -246,6 +246,29 @@ async def test_corrupt_entries_are_left_out(valkey: Valkey) -> None:
         assert await two.ask("a good one") == b"a good one"
 
 
+async def test_of_an_oversized_entry_no_more_is_read_than_an_entry_has(
+    valkey: Valkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = valkey.client()
+    async with node(valkey) as one:
+        origin = await one.put("grown")
+        await one.put("a good one")
+    name = keys.entry(origin.tag, origin.entry_id.hex())
+    client.setrange(name, 8 << 20, b"x")
+    sizes: list[int] = []
+    unpack = events.Added.unpack
+
+    def measured(data: Any) -> events.Added:
+        sizes.append(len(data))
+        return unpack(data)
+
+    monkeypatch.setattr(events.Added, "unpack", measured)
+    async with node(valkey) as two:
+        assert await two.ask("a good one") == b"a good one"
+        assert two.cache.entries == 1
+    assert events.MAX_PACKED_BYTES < max(sizes) <= events.MAX_PACKED_BYTES + 1
+
+
 def test_an_entry_packs_and_unpacks() -> None:
     added = events.Added(
         entry_id=b"i" * 16, partition=b"p" * 32, tag="0a" * 16, exact="0b" * 32, text="naïve?", prompt=b"r" * 16,
