@@ -142,7 +142,8 @@ class FlightLog:
         on_slow: Callable[[KvmeshError], None] | None = None,
     ) -> Reader:
         """A cursor before the first token. With limits it is cut (`on_slow` is called, once, from within `append`)
-        when so much has come since it last took what there was."""
+        when so much has come since it last took what there was, without what came first, in one go: frames of a long
+        answer come together, and nobody can have taken any of them."""
         reader = Reader(self, max_tokens, max_bytes, on_slow)
         self._readers.add(reader)
         return reader
@@ -166,16 +167,29 @@ class Reader:
         self._taken_tokens = log._tokens
         self._taken_bytes = log._bytes
         self._wake = asyncio.Event()
+        self._told = self._excused = False
         self.error: KvmeshError | None = None
 
     def told(self) -> None:
         """From the log: something has come."""
         self._wake.set()
+        if self._max_tokens is None and self._max_bytes is None:
+            return
+        if not self._told:
+            self._told = self._excused = True
+            asyncio.get_running_loop().call_soon(self._count)
+        if self._excused:
+            self._taken_tokens, self._taken_bytes = self._log._tokens, self._log._bytes
+            return
         tokens, size = self._log._tokens - self._taken_tokens, self._log._bytes - self._taken_bytes
         if (self._max_tokens is not None and tokens > self._max_tokens) or (
             self._max_bytes is not None and size > self._max_bytes
         ):
             self.cut(SlowReader("the client reads too slowly: its buffer is full", retry_after=1.0))
+
+    def _count(self) -> None:
+        """From the next turn of the loop on: what comes now counts."""
+        self._excused = False
 
     def cut(self, error: KvmeshError) -> None:
         """End this reader alone; the first error counts."""
@@ -220,6 +234,7 @@ class Reader:
 
     def take(self, limit: int | None = None) -> list[pb.Delta]:
         """What has come, without waiting; about `limit` tokens a choice at most."""
+        self._told = False
         self._taken_tokens, self._taken_bytes = self._log._tokens, self._log._bytes
         deltas = []
         for index, choice in enumerate(self._log._choices):

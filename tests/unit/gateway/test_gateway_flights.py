@@ -404,18 +404,36 @@ async def test_a_slow_reader_is_cut_alone(sides: list[Side]) -> None:
     await seen(flight, 10)
     # A late one is far behind, and not slow.
     _, late = await sides[0].follow(given, engine, max_tokens=16)
-    engine.allow(20)
-    await seen(flight, 20)
+    # What came first, in one go, does not count.
+    for allowed in (20, 30):
+        assert not cut
+        engine.allow(allowed)
+        await seen(flight, allowed)
     assert [type(error) for error in cut] == [SlowReader]
     assert len(await late.reader.get()) == 1
     with pytest.raises(SlowReader):
         await whole(leader)
     flight.leave(leader)
     reading = asyncio.create_task(whole(near))
-    for allowed in range(25, 51, 5):
+    for allowed in range(35, 51, 5):
         engine.allow(allowed)
         await late.reader.get()
     assert await reading == engine.text()
+
+
+async def test_who_joins_a_long_answer_late_is_not_slow(sides: list[Side]) -> None:
+    engine = Engine(length=700, choices=3)
+    given = await sides[0].new_flight()
+    flight, leader = await sides[0].lead(given, engine, max_tokens=2000)
+    # In one go here, and in one go there: more than a reader may leave lying.
+    engine.allow(690)
+    await seen(flight, 3 * 690)
+    _, far = await sides[1].follow(given, engine, max_tokens=2000)
+    reading = [asyncio.create_task(whole(member, choice=2)) for member in (leader, far)]
+    await seen(sides[1].flights.get(given.flight_id), 3 * 690)
+    engine.allow()
+    assert {await each for each in reading} == {engine.text(2)}
+    assert len(engine.begun) == 1
 
 
 async def test_flights_cost_redis_nothing_while_nobody_follows(sides: list[Side]) -> None:
