@@ -8,6 +8,9 @@ from services.router.placement.pairs import can_prefill, decodes
 from services.router.placement.pool import state_name
 from services.router.placement.survey import Rated, Survey
 
+MOST = (1 << 64) - 1
+"""What a field can hold: a worker may report anything."""
+
 
 def explain(survey: Survey) -> list[router_admin_pb2.ExplainedWorker]:
     """A row for every worker of the model: decode workers first, the best of each role first, then those left out.
@@ -24,7 +27,7 @@ def explain(survey: Survey) -> list[router_admin_pb2.ExplainedWorker]:
             state=state_name(info),
             breaker=survey.breakers.get(info.worker_id, "closed"),
             matched_tokens=int(survey.matched[at]),
-            load_tokens=round(survey.load[at]),
+            load_tokens=min(round(survey.load[at]), MOST),
             credit_tokens=round(survey.credit[at]),
         )
         place = _place(rated, at)

@@ -391,3 +391,10 @@ def test_what_a_request_says_is_bounded() -> None:
     mesh.events("d", [b"h" * 16])
     (pair,) = mesh.placer.place(ask)
     assert pair.decode.matched == 2**32 - 2
+
+
+def test_a_worker_that_reports_nonsense_is_shown_all_the_same() -> None:
+    mesh = Mesh().add("mad", load=(1 << 64) - 1).add("sane")
+    rows = {row.worker_id: row for row in explain(mesh.placer.survey(mesh.ask()))}
+    assert rows["mad"].load_tokens == (1 << 64) - 1
+    assert rows["sane"].rank == 1
