@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.errors import NotFound
 from kvmesh.proto.v1 import router_admin_pb2
-from services.router.cache.policy import CachePlan
+from services.router.cache.policy import CachePlan, Mode
 from services.router.near.nearcache import Candidate
 
 MAX_TRACES = 1024
@@ -59,6 +59,14 @@ class Trace:
         self.total_ms = (time.perf_counter() - self.started) * 1e3
         self.decision, self.model, self.revision = decision, model, revision
 
+    def inherit(self, old: Trace) -> None:
+        """After a wait, or a worker's loss, workers alone are asked for: what the cache did was decided before."""
+        again = self.plan is None or self.plan.mode == Mode.OFF
+        if again and old.plan is not None and old.plan.mode > Mode.OFF:
+            self.plan, self.outcome, self.candidates = old.plan, old.outcome, old.candidates
+        if self.chosen is None:
+            self.chosen = old.chosen
+
 
 class Traces:
     """The last `limit` traces, by the mesh's request id and by the client's own."""
@@ -72,8 +80,11 @@ class Traces:
         return len(self._by_id)
 
     def add(self, trace: Trace) -> None:
-        """Keep a trace; of a request that is decided again, the newest."""
-        self._drop(self._by_id.pop(trace.request_id, None))
+        """Keep a trace; of a request that is decided again, the newest, with what the cache did at first."""
+        old = self._by_id.pop(trace.request_id, None)
+        if old is not None and old.tenant == trace.tenant:
+            trace.inherit(old)
+        self._drop(old)
         while len(self._by_id) >= self._limit:
             self._drop(self._by_id.popitem(last=False)[1])
         self._by_id[trace.request_id] = trace

@@ -117,8 +117,10 @@ def _number(value: float) -> str:
 
 
 async def explain_one(mesh: Mesh, request: router_admin_pb2.ExplainRequest) -> int:
-    """The newest decision that any replica made for it. Raises NotFound when none did, Unavailable when one that might
-    have does not answer."""
+    """What each replica decided for it, newest last: a request that waits or heals is decided again, by any of them.
+
+    Raises NotFound when none has decided, Unavailable when one that might have does not answer.
+    """
 
     async def ask(channel: grpc.aio.Channel) -> router_admin_pb2.ExplainResponse:
         stub = router_admin_pb2_grpc.RouterAdminStub(channel)
@@ -128,7 +130,8 @@ async def explain_one(mesh: Mesh, request: router_admin_pb2.ExplainRequest) -> i
     replies, troubles = await mesh.ask_all(ask)
     if not replies:
         raise nobody(troubles)
-    wide_console().print(explained_view(max(replies, key=lambda reply: reply.decided_at)))
+    for reply in sorted(replies, key=lambda reply: reply.decided_at):
+        wide_console().print(explained_view(reply))
     return 0
 
 

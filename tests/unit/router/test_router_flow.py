@@ -160,6 +160,11 @@ async def test_explanation_names_guard_and_scores(valkey: Valkey) -> None:
             assert sorted(row.rank for row in why.workers) == [1, 2]
             assert set(why.parts_ms) >= {"exact", "semantic", "placement"}
             assert why.total_ms > 0
+        # It waited in line: then workers alone are asked for.
+        near.cache = inference_pb2.CACHE_MODE_OFF
+        await router.route(near)
+        why = await explained(router, "near")
+        assert (why.cache.outcome, [each.guard for each in why.cache.candidates]) == ("miss", ["numbers"])
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await explained(router, "nobody")
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
