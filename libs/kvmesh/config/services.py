@@ -115,7 +115,7 @@ class RouterSettings(ServiceSettings):
 
     redis_url: PlainUrl = Field(
         default="",
-        description='Redis or Valkey URL without a password: "redis://host:6379/0", or "rediss://"; "" = no cache.',
+        description='Redis or Valkey URL without a password: "redis://host:6379/0", or "rediss://"; "" = no exact answers, no twins.',
     )
     redis_cluster: bool = Field(default=False, description="redis_url names a node of a Redis Cluster.")
     redis_ca_file: Path | None = Field(
@@ -172,9 +172,6 @@ class RouterSettings(ServiceSettings):
     )
     semantic_index: Literal["cpu", "gpu"] = Field(
         default="cpu", description='Where large partitions are searched; "gpu" needs faiss-gpu and a GPU.'
-    )
-    flight_ttl_s: float = Field(
-        default=600.0, gt=0, le=86400, description="Seconds after which a running twin is forgotten."
     )
     worker_timeout_s: float = Field(
         default=3.0, gt=0, le=600, description="Seconds without a report after which a worker gets no more requests."
