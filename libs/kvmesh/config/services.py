@@ -115,7 +115,8 @@ class RouterSettings(ServiceSettings):
 
     redis_url: PlainUrl = Field(
         default="",
-        description='Redis or Valkey URL without a password: "redis://host:6379/0", or "rediss://"; "" = no exact answers, no twins.',
+        description='Redis or Valkey URL without a password: "redis://host:6379/0", or "rediss://"; "" = no exact'
+        " answers and no twins.",
     )
     redis_cluster: bool = Field(default=False, description="redis_url names a node of a Redis Cluster.")
     redis_ca_file: Path | None = Field(
