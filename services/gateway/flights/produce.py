@@ -93,7 +93,7 @@ class Producer:
             decision=decision,
             resume=resume or None,
             ended=ended or None,
-            revision=opened.revision if opened is not None and resume else "",
+            revision=opened.revision if opened is not None else "",
             started=request.started,
             lead=flight,
         )

@@ -322,6 +322,8 @@ async def test_several_choices_are_taken_over_too(mesh: Mesh, best_of: int, repl
     await mesh.lapse()
     submits = await mesh.worker.submits.wait(2 if best_of == 3 else 3)
     assert [len(submit.token_ids) - submit.prompt_len for submit in submits[1:]] == [replayed] * (len(submits) - 1)
+    # Readers were told the revision, be there output or not.
+    assert {route.pinned_revision for route in mesh.router.routes.items if route.no_flight} == {"rev-1"}
     mesh.paced.allow()
     events = await rest(call)
     assert [text_of(events, choice) for choice in (0, 1)] == [TEXT, TEXT]
