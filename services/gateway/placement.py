@@ -141,7 +141,8 @@ class Placer:
         `decision`: one that was just made; without it, and after each turn in the line, workers alone are asked for.
         `pace` is entered for each look-up with its submits, not while waiting in line.
 
-        Raises NoWorker when nobody can serve it, Overloaded when the line is full, and what a worker refuses it for.
+        Raises NoWorker when nobody can serve it, Overloaded when the line is full, Cancelled where a job that nobody
+        waits for would have to wait, and what a worker refuses it for.
         """
         ticket: Ticket | None = None
         try:
@@ -158,6 +159,9 @@ class Placer:
                             return found
                     decision = None
                 # All are full, or others were first.
+                if job.priority < 0:
+                    # What nobody waits for would stand before those who do, and at their tenant's cost.
+                    raise Cancelled("there is no room now for what nobody waits for")
                 if ticket is None:
                     ticket = self._queue.enter(
                         job.tenant,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from gateway_fakes import MODEL, FakeRouter, FakeWorker
 from gateway_world import World, next_event, rest, text_of
-from kvmesh.errors import Internal
+from kvmesh.errors import Internal, Overloaded
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from services.gateway.shadow import PRIORITY, ShadowLimits
@@ -90,6 +92,33 @@ async def test_shadows_are_few_and_none_while_workers_have_little_room(world: Wo
     last = (await router.shadows.wait(4 + limit))[-1]
     assert not last.HasField("answer")
     assert len(worker.submits.items) == limit
+
+
+async def test_a_shadow_does_not_stand_in_line(world: World) -> None:
+    worker, router = await shadowed(world)
+    worker.refuse = Overloaded("full")
+    assert text_of(await world.ask()) == "old"
+    (report,) = await router.shadows.wait()
+    assert not report.HasField("answer")
+    assert len(worker.submits.items) == 1
+    assert not len(world.gateway.queue)
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+async def test_a_shadow_that_lost_its_place_does_not_go_ahead(world: World, tokens: int) -> None:
+    worker, router = await shadowed(world)
+
+    async def preempted(request: engine_pb2.SubmitRequest) -> None:
+        worker.refuse = Overloaded("full")
+        worker.tokens(request, list(b"ab")[:tokens])
+        worker.end(request, Overloaded("its pages were needed"))
+
+    worker.on_submit = preempted
+    assert text_of(await world.ask()) == "old"
+    (report,) = await router.shadows.wait()
+    assert not report.HasField("answer")
+    assert len(worker.submits.items) == 2
+    assert not len(world.gateway.queue)
 
 
 async def test_a_hit_without_a_shadow_id_is_not_asked_again(world: World) -> None:
