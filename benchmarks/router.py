@@ -1,6 +1,6 @@
 """Benchmarks of the router, each with its own `--help`.
 
-python benchmarks/router.py simulation|decisions|quality|near|complexity|judge [...]
+python benchmarks/router.py simulation|decisions|quality|near|complexity|judge|blind [...]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "libs"), str(ROOT)]
 
-PARTS = ("simulation", "decisions", "quality", "near", "complexity", "judge")
+PARTS = ("simulation", "decisions", "quality", "near", "complexity", "judge", "blind")
 
 
 def main() -> int:
