@@ -20,6 +20,10 @@ _AGENTS = ("er", "or", "ee", "est", "ful", "less", "able", "ible", "ist", "ian")
 _NEGATIVE_PREFIXES = ("un", "in", "im", "il", "ir", "dis", "non", "mis", "anti", "de", "counter", "under", "over", "re", "pre", "post", "sub", "super", "inter", "intra", "en", "em", "out", "up", "down")  # fmt: skip
 
 
+MAX_COMPARED = 400
+"""Pairs of words without an equal that are looked at."""
+
+
 @dataclass(frozen=True, slots=True)
 class Alignment:
     """Pairs of words that are the same (`exact`) or stand for each other, and the rest of either side.
@@ -51,7 +55,9 @@ def align(a: Reading, b: Reading) -> Alignment:
             exact.append(word)
     found: dict[str, list[tuple[str, str]]] = {"synonym": [], "derived": [], "typo": []}
     stands: dict[str, str] = {}
-    for how in ("synonym", "derived", "typo"):
+    # Long texts with so little in common are not the same, and comparing all with all would take seconds.
+    pairable = len(left) * len(right) <= MAX_COMPARED
+    for how in ("synonym", "derived", "typo") if pairable else ():
         for word in list(left):
             for other in right:
                 if _relation(a, word, b, other) == how:

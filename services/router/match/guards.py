@@ -7,12 +7,13 @@ same words in the same order.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from services.router.match.align import Alignment, align, compared, opposite, weight
 from services.router.match.lexicon import lexicon
 from services.router.match.reading import Reading, read
-from services.router.match.wordlists import DIRECTIONS, MODALS, PIVOTAL, UNITS
+from services.router.match.wordlists import DIRECTIONS, MODALS, PIVOTAL, UNITS, fold
 
 GUARDS = (
     "language",
@@ -42,6 +43,9 @@ TELLING = 0.16
 LONG = 24
 
 _MEASURED = frozenset(unit for name, unit in UNITS.items() if len(name) > 2)
+
+_ENDS_IN_ZERO = re.compile(r"\d+\.\d*[1-9]0+")
+_MONEY = frozenset(fold(name) for name in ("dollar", "dollars", "euro", "euros", "sterling", "pounds", "yen"))
 
 # Kinds of questions that may be another way to ask the same; the verifier sees that they differ.
 _SOFT_KINDS = {
@@ -102,7 +106,15 @@ def _language(a: Reading, b: Reading, pairs: Alignment) -> bool:
 
 
 def _numbers(a: Reading, b: Reading, pairs: Alignment) -> bool:
-    return Counter(a.numbers) != Counter(b.numbers)
+    if Counter(a.numbers) != Counter(b.numbers):
+        return True
+    # Version 3.10 is not 3.1; $2.50 is $2.5.
+    money = not _MONEY.isdisjoint(a.all_words) and not _MONEY.isdisjoint(b.all_words)
+    return not money and _ending_in_zero(a) != _ending_in_zero(b)
+
+
+def _ending_in_zero(text: Reading) -> list[str]:
+    return sorted(token for token in text.raw if _ENDS_IN_ZERO.fullmatch(token))
 
 
 def _units(a: Reading, b: Reading, pairs: Alignment) -> bool:

@@ -13,7 +13,7 @@ import unicodedata
 from dataclasses import dataclass
 from functools import lru_cache
 
-from services.router.match import frames
+from services.router.match import frames, symbols
 from services.router.match.lexicon import lexicon
 from services.router.match.wordlists import (
     FILLERS,
@@ -112,7 +112,7 @@ class Reading:
 @lru_cache(maxsize=4096)
 def read(text: str) -> Reading:
     """Take a text apart."""
-    text = unicodedata.normalize("NFKC", text).replace("’", "'").replace("‘", "'")
+    text = unicodedata.normalize("NFKC", symbols.unfold(text)).replace("’", "'").replace("‘", "'").replace("⁄", "/")
     quoted = tuple("".join(parts).strip() for parts in _QUOTED.findall(text))
     tokens: list[str] = []
     names: set[str] = set()
@@ -124,6 +124,8 @@ def read(text: str) -> Reading:
         ended, starts = starts, False
         if not any(char.isalnum() for char in token):
             starts = token in _SENTENCE_ENDS or ended
+            if token in _IGNORED_MARKS and symbols.counts(text, match.start()):
+                marks.append(symbols.written(text, match.start()))
             if token in _CURRENCIES:
                 tokens.append(_CURRENCIES[token])
             elif token in (",", ";", ":") or (token in "-–—" and text[match.start() - 1 : match.start()] == " "):
@@ -132,15 +134,22 @@ def read(text: str) -> Reading:
                 tokens.append(".")
             elif token == "&":
                 tokens.append("and")
+                if text[match.end() : match.end() + 1] == "&":
+                    marks.append("&&")
+            elif unicodedata.category(token[0])[0] == "M":
+                # A vowel sign belongs to the letter before it.
+                marks.append(f"{len(tokens)}{token}")
             elif token not in _IGNORED_MARKS:
                 marks.append(token)
             continue
+        glued = _GLUED.match(token)
+        if spelled := symbols.spelling(glued[2] if glued else token, tokens[-1] if tokens else "", text):
+            marks.append(f"{len(tokens)}{spelled}")
         if token[0] == "`" or _is_code(token):
             code = token.strip("`").removesuffix("()")
             codes.add(code)
             tokens.append(code.lower())
             continue
-        glued = _GLUED.match(token)
         if glued and glued[2].lower() in UNITS:
             tokens += [glued[1], glued[2].lower()]
             continue
