@@ -68,14 +68,16 @@ END = Script(
     "flight_end",
     _NOW
     + """
--- KEYS pointer state frames; ARGV flight gateway token how linger_ms frame...; how: finished failed free
+-- KEYS pointer state frames; ARGV flight gateway token how linger_ms frame...; how: finished failed free handed
 local state = state_of(KEYS[2])
 local token = tonumber(ARGV[3])
 if state.ended or (state.token and (state.token ~= token or state.gateway ~= ARGV[2])) then return 'lost' end
 for i = 6, #ARGV do redis.call('XADD', KEYS[3], '*', 'f', ARGV[i]) end
+local free = ARGV[4] == 'free' or ARGV[4] == 'handed'
 -- Handed over, the token is nobody's: what we may still have on the way is refused.
-redis.call('HSET', KEYS[2], 'token', ARGV[3], 'gateway', ARGV[4] == 'free' and '' or ARGV[2], 'until', 0)
-if ARGV[4] ~= 'free' then redis.call('HSET', KEYS[2], 'ended', '1') end
+redis.call('HSET', KEYS[2], 'token', ARGV[3], 'gateway', free and '' or ARGV[2], 'until', 0)
+if not free then redis.call('HSET', KEYS[2], 'ended', '1') end
+if ARGV[4] == 'handed' and state.takeovers > 0 then redis.call('HSET', KEYS[2], 'takeovers', state.takeovers - 1) end
 redis.call('PEXPIRE', KEYS[2], ARGV[5])
 redis.call('PEXPIRE', KEYS[3], ARGV[5])
 if ARGV[4] == 'finished' then return 'ok' end

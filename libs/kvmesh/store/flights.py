@@ -31,7 +31,8 @@ LINGER_MS = 30_000
 
 COUNTER_MS = 86_400_000
 MAX_TAKEOVERS = 3
-"""Of one flight: a request that ends every generation must not be handed around for ever."""
+"""Of one flight: a request that ends every generation must not be handed around for ever. A leader that goes in good
+order gives its own back."""
 
 MAX_FRAME_BYTES = 4 << 20
 READ_FRAMES = 256
@@ -48,8 +49,9 @@ Standing = Literal["led", "free", "ended", "taken", "spent"]
 """`free`: nobody leads. `spent`: nobody leads, and nobody may any more."""
 
 
-How = Literal["finished", "failed", "free"]
-"""How a flight is ended. The pointer of a finished one is left to the router, which takes it away in the step in which
+How = Literal["finished", "failed", "free", "handed"]
+"""How a flight is ended. `free`: its leader failed at it, another may try; `handed`: its leader goes, and another is to
+lead. The pointer of a finished one is left to the router, which takes it away in the step in which
 it stores the answer: a request that comes in between follows, and is told all."""
 
 
@@ -152,7 +154,7 @@ class FlightStore:
         return None if reply is None else _appended(reply)
 
     async def end(self, ref: FlightRef, token: int, how: How, frames: Sequence[bytes] = ()) -> bool | None:
-        """End the flight, or (`free`) our part in it: a follower may take over at once. False when we lost it."""
+        """End the flight, or our part in it: a follower may take over at once. False when we lost it."""
         reply = await self._store.script(
             END,
             [ref.keys.pointer, ref.state, ref.frames],

@@ -20,7 +20,7 @@ from kvmesh.errors import Cancelled, DeadlineExceeded, Internal, KvmeshError, Un
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.status import is_retryable
 from kvmesh.rpc.tasks import BackgroundTasks
-from kvmesh.store.flights import FlightRef, FlightStore, Frames
+from kvmesh.store.flights import FlightRef, FlightStore, Frames, How
 from services.gateway.flights.log import FlightLog
 from services.gateway.flights.mirror import Mirror
 from services.gateway.flights.parts import Member, Pace, Produce, Role, count
@@ -63,6 +63,7 @@ class Flight:
         self._followers = 0
         self._joined_at = -1e9
         self._hand_over: KvmeshError | None = None
+        self._how: How = "failed"
         self._rounds = 0
         self._closing = False
         self._owner: Member | None = None
@@ -120,7 +121,7 @@ class Flight:
     def _stop(self, why: KvmeshError) -> None:
         """End the generation here; who may still want it elsewhere takes over."""
         if self.role is Role.LEAD:
-            self._hand_over = why
+            self._hand_over, self._how = why, "handed"
         self.log.fail(why)
         self._abort()
         self._wake.set()
@@ -200,7 +201,7 @@ class Flight:
                 self._generate(others[0])
                 return
             if self.role is Role.LEAD and self._followers:
-                self._hand_over = error
+                self._hand_over, self._how = error, "free"
         self.log.fail(error)
 
     # --- keeping
@@ -284,8 +285,7 @@ class Flight:
         told = False
         while self._loop.time() < until:
             if error is not None:
-                hand_over = self._hand_over is not None
-                if await publisher.fail(self._hand_over or error, hand_over=hand_over, followed=self._followers > 0):
+                if await publisher.fail(self._hand_over or error, self._how, followed=self._followers > 0):
                     return
             elif finished is not None and not told and (self._followers or publisher.begun):
                 told = await publisher.finish(finished)
@@ -361,7 +361,7 @@ class Flight:
                 self._generate(self._members[0])
                 return True
             # Its end was in the frames, or everybody left meanwhile.
-            await self._store.end(self.ref, held.token, "free" if self.log.finished is None else "finished")
+            await self._store.end(self.ref, held.token, "handed" if self.log.finished is None else "finished")
             return True
         if held.standing in ("ended", "spent"):
             await self._read_on()

@@ -66,13 +66,13 @@ class Publisher:
         frames = [self._frame(finished=finished)]
         return await self._store.end(self._ref, self._token, "finished", frames) is not None
 
-    async def fail(self, error: KvmeshError, *, hand_over: bool, followed: bool) -> bool:
-        """Write the end without an answer: everybody's, or (`hand_over`) only ours. False when Redis does not take it.
+    async def fail(self, error: KvmeshError, how: How, *, followed: bool) -> bool:
+        """Write the end without an answer: everybody's (`failed`), or only ours. False when Redis does not take it.
 
         What is out and not yet written is told before a handover, so that the next leader has less to compute anew;
         nothing is where nobody follows.
         """
-        how: How = "free" if hand_over else "failed"
+        hand_over = how != "failed"
         if not followed and not self.begun:
             return await self._store.end(self._ref, self._token, how) is not None
         if hand_over and await self.publish() == "lost":

@@ -16,7 +16,7 @@ from gateway_fakes import WAIT_S
 from kvmesh.errors import InvalidArgument, KvmeshError, Unavailable, WorkerLost
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
-from kvmesh.store.flights import FlightRef
+from kvmesh.store.flights import MAX_TAKEOVERS, FlightRef
 from services.gateway.flights import FlightLog, Role
 from services.gateway.inbox import SlowReader
 
@@ -305,6 +305,31 @@ async def test_a_stopping_gateway_hands_over_what_only_others_read(sides: list[S
     engine.allow()
     assert await whole(far) == engine.text()
     assert engine.begun[1] == (sides[1].name, {0: 6}), "told to the last token before it was handed over"
+
+
+async def test_gateways_that_stop_one_after_the_other_hand_over_as_often_as_it_takes(valkey: Valkey) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        rolled = [await Side(f"rolled-{number}", valkey).start() for number in range(MAX_TAKEOVERS + 3)]
+        for each in rolled:
+            stack.push_async_callback(each.kill)
+        engine = Engine(length=60)
+        given = await rolled[0].new_flight()
+        parts = {rolled[0]: await rolled[0].lead(given, engine)}
+        parts |= {side: await side.follow(given, engine) for side in rolled[1:]}
+        for begun in range(1, len(rolled)):
+            engine.allow(3 * begun)
+            for flight, _ in parts.values():
+                await seen(flight, 3 * begun)
+            (leading,) = [side for side, (flight, _) in parts.items() if flight.role is Role.LEAD]
+            flight, member = parts.pop(leading)
+            leading.flights.drain()
+            flight.leave(member)
+            await leading.flights.close(WAIT_S)
+            await until(lambda: any(flight.role is not Role.FOLLOW for flight, _ in parts.values()))
+        engine.allow()
+        ((_, member),) = parts.values()
+        assert await whole(member) == engine.text()
+        assert len(engine.begun) == len(rolled)
 
 
 async def test_one_who_comes_after_the_end_is_told_all(sides: list[Side]) -> None:

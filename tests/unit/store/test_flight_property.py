@@ -70,13 +70,14 @@ def machine(runner: asyncio.Runner, redis: Any) -> type[RuleBasedStateMachine]:
             if got == "ok":
                 self.frames += [(token, name)] * count
 
-        @rule(name=names, how=st.sampled_from(["finished", "failed", "free"]))
+        @rule(name=names, how=st.sampled_from(["finished", "failed", "free", "handed"]))
         def end(self, name: str, how: How) -> None:
             got = runner.run(self.stores[name].end(self.ref, self.token_of(name), how))
             assert got == self.leads(name)
             if got:
-                self.ended, self.until = how != "free", 0
-                self.leader = "" if how == "free" else name
+                self.ended, self.until = how in ("finished", "failed"), 0
+                self.leader = name if self.ended else ""
+                self.takeovers = max(0, self.takeovers - (how == "handed"))
 
         @rule(name=names)
         def keep(self, name: str) -> None:
