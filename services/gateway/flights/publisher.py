@@ -56,12 +56,14 @@ class Publisher:
 
     async def finish(self, finished: pb.Finished) -> bool:
         """Write the rest and the end of a whole answer. False when Redis does not take it now."""
-        if not self.begun:
-            # Nobody has followed until now, and the lease may not have been renewed for as long.
+        said = await self.publish() if self.begun else "unknown"
+        if said == "unknown":
+            # Redis has forgotten the flight; or nobody has followed, and the lease was not renewed for as long.
             renewed = await self._store.renew(self._ref, self._token)
             if renewed is None or not renewed.held:
                 return renewed is not None
-        if (said := await self.publish()) != "ok":
+            said = await self.publish()
+        if said != "ok":
             return said == "lost"
         frames = [self._frame(finished=finished)]
         return await self._store.end(self._ref, self._token, "finished", frames) is not None

@@ -18,6 +18,8 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.store.flights import MAX_TAKEOVERS, FlightRef
 from services.gateway.flights import FlightLog, Role
+from services.gateway.flights.mirror import Mirror
+from services.gateway.flights.publisher import Publisher
 from services.gateway.inbox import SlowReader
 
 
@@ -393,6 +395,27 @@ async def test_frames_that_were_lost_are_told_anew(sides: list[Side]) -> None:
     engine.allow()
     assert await whole(member) == engine.text()
     assert len(engine.begun) == 1
+
+
+async def test_a_redis_that_forgot_the_flight_is_told_its_end_all_the_same(sides: list[Side]) -> None:
+    given = await sides[0].new_flight()
+    ref = FlightRef.of(given)
+    assert ref is not None
+    log = FlightLog(1)
+    publisher = Publisher(sides[0].store, ref, given.token, log, begun=False)
+    assert (await sides[0].store.renew(ref, given.token)) is not None
+    publisher.reader.attach()
+    log.append(pb.Delta(text="a", token_ids=[1]))
+    assert await publisher.publish() == "ok"
+    await sides[1].redis.run("forget", lambda client: client.delete(ref.state, ref.frames), None)
+    log.append(pb.Delta(text="b", token_ids=[2], finish_reason=pb.FINISH_REASON_STOP))
+    assert await publisher.finish(pb.Finished())
+    copy = Mirror(FlightLog(1))
+    read = await sides[1].store.read({ref: copy.place})
+    assert read is not None
+    copy.read(copy.place, read[ref], 0.0)
+    assert copy._log.finished is not None
+    assert copy._log.token_ids(0) == [1, 2]
 
 
 async def test_a_redis_that_numbers_anew_is_read_anew(valkey: Valkey) -> None:
