@@ -10,7 +10,7 @@ from functools import lru_cache
 from services.router.match.lexicon import RARE, forms, lexicon
 from services.router.match.reading import Reading, slips
 from services.router.match.synonyms import near
-from services.router.match.wordlists import ANTONYMS, DIRECTIONS, GRADED, SOFT, fold
+from services.router.match.wordlists import ANTONYMS, DIRECTIONS, GRADED, SOFT, UNITS, fold
 
 _SUFFIXES = (
     "ization", "isation", "ification", "ation", "ition", "tion", "sion", "ion", "ment", "ance", "ence", "ing", "al",
@@ -20,6 +20,7 @@ _AGENTS = ("er", "or", "ee", "est", "ful", "less", "able", "ible", "ist", "ian")
 _NEGATIVE_PREFIXES = ("un", "in", "im", "il", "ir", "dis", "non", "mis", "anti", "de", "counter", "under", "over", "re", "pre", "post", "sub", "super", "inter", "intra", "en", "em", "out", "up", "down")  # fmt: skip
 
 
+_MEASURED = frozenset(unit for name, unit in UNITS.items() if len(name) > 2)
 MAX_COMPARED = 400
 """Pairs of words without an equal that are looked at."""
 
@@ -129,6 +130,9 @@ def _relation(a: Reading, word: str, b: Reading, other: str) -> str:
         spelled = text.lowered.get(own, own)
         if own in text.names or spelled in text.codes or not spelled.isalpha():
             return ""
+    if word in _MEASURED and other in _MEASURED:
+        # A minute is a second in "wait a second" only.
+        return ""
     return relation(a.lowered.get(word, word), b.lowered.get(other, other))
 
 

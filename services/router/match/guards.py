@@ -133,7 +133,8 @@ def _quotes_differ(a: Reading, b: Reading) -> bool:
         return Counter(a.quoted) != Counter(b.quoted)
     for one, other in ((a, b), (b, a)):
         spoken = f" {' '.join(other.raw)} "
-        if any(f" {' '.join(read(text).raw)} " not in spoken for text in one.quoted):
+        # A number in quotes is another thing than the number.
+        if any(text.isdecimal() or f" {' '.join(read(text).raw)} " not in spoken for text in one.quoted):
             return True
     return False
 
@@ -151,6 +152,9 @@ def _codes_differ(a: Reading, b: Reading) -> bool:
             if twin is None:
                 if code.lower() not in other.raw:
                     return True
+            elif twin != code and code[0] == "-":
+                # ls -l and ls -L
+                return True
             elif twin != code and twin != twin.lower() and code != code.lower():
                 return True
     return False

@@ -41,6 +41,9 @@ from services.router.match import judge
         ("Can IT reset my password?", "Can it reset my password?"),
         ("What is CO?", "What is Co?"),
         ("What is new in Python 3.1?", "What is new in Python 3.10?"),
+        ("What does ls -l do?", "What does ls -L do?"),
+        ("What is the type of '1'?", "What is the type of 1?"),
+        ("2 hours in seconds", "2 hours in minutes"),
         ("कमल कि किताब", "कमलि क किताब"),
     ],
 )
