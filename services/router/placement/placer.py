@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
@@ -32,6 +33,10 @@ __all__ = ["Ask", "Placer", "Rules"]
 Clock = Callable[[], float]
 Flags = npt.NDArray[np.bool_]
 
+PLACED_S = 60.0
+MAX_PLACED = 65_536
+"""Placements whose work can be taken back: from a request that waits in line, each turn is one."""
+
 
 class Placer:
     """Places requests over a fleet; owns credit, sessions and breakers. Lives on the event loop, never waits."""
@@ -51,6 +56,8 @@ class Placer:
         self._pools: dict[str, Pool] = {}
         self._epoch = -1
         self._decayed_at = clock()
+        # Request id → (time, work by worker id) of the last seconds' placements, oldest first.
+        self._placed: OrderedDict[str, tuple[float, dict[str, float]]] = OrderedDict()
         self.credit = CreditBook(rules.credit_ttl_s, clock, on_change=self._credited)
         self.sessions = Sessions(rules.max_sessions)
         self.breakers = Breakers(rules.breakers, clock, on_change=self._show_breaker)
@@ -245,11 +252,7 @@ class Placer:
         cost = charges(pair, ask.prompt_tokens, queued=weights.queued, inflight=weights.inflight)
         self.credit.take(request_id, cost)
         if weights.recent:
-            self._decay()
-            for worker_id, tokens in work(pair, ask.prompt_tokens, weights).items():
-                worker = self._fleet.get(worker_id)
-                if worker is not None:
-                    self._fleet.columns.recent[worker.slot] += tokens
+            self._take_work(request_id, work(pair, ask.prompt_tokens, weights))
         chosen = (pair.decode, *pair.prefill[:1])
         if ask.session:
             self.sessions.note(ask.session, Served(pair.decode.worker_id, chosen[1].worker_id if pair.prefill else ""))
@@ -257,9 +260,26 @@ class Placer:
             for candidate in chosen:
                 self.breakers.chosen(candidate.worker_id, candidate.info.incarnation)
 
+    def _take_work(self, request_id: str, tokens: dict[str, float]) -> None:
+        """Work of a placement; that of an earlier one of the request, which was refused or lost, is taken back."""
+        self._decay()
+        now, recent = self._decayed_at, self._fleet.columns.recent
+        at, before = self._placed.pop(request_id, (now, {}))
+        left = math.exp((at - now) / self.rules.weights.recent_s)
+        for worker_id in {*before, *tokens}:
+            worker = self._fleet.get(worker_id)
+            if worker is not None:
+                change = tokens.get(worker_id, 0.0) - left * before.get(worker_id, 0.0)
+                # A worker that came back since has none of it.
+                recent[worker.slot] = max(0.0, recent[worker.slot] + change)
+        self._placed[request_id] = (now, tokens)
+        while len(self._placed) > MAX_PLACED or now - next(iter(self._placed.values()))[0] > PLACED_S:
+            self._placed.popitem(last=False)
+
     def report(self, request: router_pb2.ReportRequest) -> None:
         """The request is over: its credit ends, and breakers hear of it."""
         self.credit.end(request.request_id)
+        self._placed.pop(request.request_id, None)
         for failure in request.failures:
             worker = self._fleet.get(failure.worker_id)
             if worker is not None and failure.incarnation in (0, worker.info.incarnation):

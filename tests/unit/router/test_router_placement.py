@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -398,3 +399,32 @@ def test_a_worker_that_reports_nonsense_is_shown_all_the_same() -> None:
     rows = {row.worker_id: row for row in explain(mesh.placer.survey(mesh.ask()))}
     assert rows["mad"].load_tokens == (1 << 64) - 1
     assert rows["sane"].rank == 1
+
+
+def test_work_of_a_request_that_is_placed_anew_counts_once() -> None:
+    mesh = Mesh(Rules(weights=Weights(jitter=0.0))).add("a").add("b")
+    recent = mesh.fleet.columns.recent
+
+    def place(request_id: str, *exclude: str) -> str:
+        ask = mesh.ask(exclude=frozenset(exclude))
+        pair = mesh.placer.place(ask)[0]
+        mesh.placer.take(request_id, pair, ask)
+        return pair.decode.worker_id
+
+    place("once", "b")
+    once = recent.sum()
+    recent[:] = 0.0
+    for turn in range(9):
+        mesh.clock.advance(1.0)
+        assert place("in line", "ab"[turn % 2]) == "ba"[turn % 2]
+        assert recent.sum() == pytest.approx(once)
+        assert np.count_nonzero(recent > 1e-6) == 1
+    mesh.leave("a")
+    mesh.add("a")
+    place("in line", "b")
+    assert recent.sum() == pytest.approx(once)
+    assert recent.min() >= 0.0
+    mesh.placer.report(router_pb2.ReportRequest(request_id="in line"))
+    mesh.clock.advance(61.0)
+    place("another")
+    assert len(mesh.placer._placed) == 1
