@@ -37,6 +37,9 @@ PROBE_TEXT = "are you there"
 START_RATE_S = 1e-6
 """Seconds a token, before any was measured: optimistic, the first texts shall be tried."""
 
+SLOWER, FASTER = 0.2, 0.7
+"""Parts of a new measurement in the rate that is believed."""
+
 HOPELESS = 2.0
 """A text is not tried where it is thought to take so many times its limit: a rate from short texts is too high."""
 
@@ -221,7 +224,9 @@ class Batcher:
 
     def _learn(self, took_s: float, tokens: int) -> None:
         self._measured = time.monotonic()
-        self._rate_s += 0.2 * (took_s / tokens - self._rate_s)
+        rate_s = min(took_s, HUNG_S) / tokens
+        # One slow run says little of the next; a fast one says that it can be.
+        self._rate_s += (SLOWER if rate_s > self._rate_s else FASTER) * (rate_s - self._rate_s)
 
     def _serve(self, jobs: list[_Job]) -> None:
         known = {job.digest: self._recent[job.digest] for job in jobs if job.digest in self._recent}

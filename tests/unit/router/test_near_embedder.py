@@ -19,7 +19,7 @@ import pytest
 from kvmesh.errors import FailedPrecondition
 from router_helpers import FakeClock
 from services.router.near import batching
-from services.router.near.batching import COOL_S, FAILURES_TO_OPEN, Batcher, Breaker
+from services.router.near.batching import COOL_S, EMBED_TIMEOUT_S, FAILURES_TO_OPEN, HOPELESS, Batcher, Breaker
 from services.router.near.embedder import MAX_TOKENS, Embedder, HashEmbedder, MiniLmEmbedder, _groups, load_embedder
 from services.router.near.search import Vector
 
@@ -352,3 +352,14 @@ async def test_an_open_breaker_lets_nobody_wait_and_heals_by_itself(
     async with asyncio.timeout(LIMIT_S):
         while await batcher.embed("any", 1.0) is None:
             await asyncio.sleep(0.001)
+
+
+def test_one_hung_run_is_soon_forgotten() -> None:
+    batcher = Batcher(HashEmbedder())
+    for _ in range(20):
+        batcher._learn(0.005, 5)
+    batcher._learn(3600.0, 5)
+    assert batcher._rate_s * 5 > HOPELESS * EMBED_TIMEOUT_S
+    for _ in range(3):
+        batcher._learn(0.005, 5)
+    assert batcher._rate_s * 5 < HOPELESS * EMBED_TIMEOUT_S
