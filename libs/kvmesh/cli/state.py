@@ -58,8 +58,10 @@ def write_state(state: MeshState) -> Path:
 def read_state() -> MeshState | None:
     """The state of a mesh that still runs, or None."""
     try:
-        state = MeshState(**json.loads(state_path().read_text()))
-    except (OSError, ValueError, TypeError):
+        fields = json.loads(state_path().read_text())
+        # JSON has no tuples.
+        state = MeshState(**{**fields, "routers": tuple(fields.get("routers", ()))})
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
     return state if state.alive else None
 
