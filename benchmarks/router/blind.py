@@ -9,6 +9,8 @@ blind_same.txt   pairs of the same meaning, all written by hand: near repeats an
 A pair is served when its cosine (MiniLM) reaches τ and `services.router.match.judge` calls it the same, with the rules
 that are the default. Pairs of one template are alike, so that Wilson's intervals, which take them as independent, are
 narrower than the truth; the number of templates with a served pair is printed for it.
+Last, every kind once more with a sentence before or after both questions, to tell the kind's own rate from the
+frame's.
 `--sample N` prints N random traps and judges nothing: that is how labels are checked before verdicts are seen.
 """
 
@@ -138,6 +140,14 @@ def _dress(a: str, b: str, kind: str, rng: random.Random) -> tuple[str, str]:
     return rng.choice(COURTESIES) + a, b
 
 
+def _dress_of(pair: Pair) -> str:
+    if pair.asked.startswith(OPENINGS):
+        return "opening" if pair.asked.split()[0] not in ("Hi!", "Quick", "ok") else "greeting"
+    if pair.asked.startswith(COURTESIES):
+        return "greeting"
+    return "closing" if pair.asked.endswith(CLOSINGS) else "plain"
+
+
 def _bare(text: str) -> str:
     return " ".join(text.replace("?", " ").replace(".", " ").split())
 
@@ -230,6 +240,9 @@ def _measure(pairs: Sequence[Pair], say: Callable[[str], None]) -> None:
     for kind in dict.fromkeys(pairs[i].kind for i in wrong):
         row(kind, [i for i in wrong if pairs[i].kind == kind])
     row("all traps", wrong)
+    say("\nthe same traps by what stands around the question: a sentence before it, after it, a greeting, nothing")
+    for dress in ("opening", "closing", "greeting", "plain"):
+        row(dress, [i for i in wrong if _dress_of(pairs[i]) == dress])
     say("")
     for kind in same:
         row(kind, [i for i in right if pairs[i].kind == kind])
@@ -254,6 +267,46 @@ def _measure(pairs: Sequence[Pair], say: Callable[[str], None]) -> None:
         pair, probability = pairs[i], verdicts[i].probability
         shown = "  - " if probability is None else f"{probability:.2f}"
         say(f"  {pair.kind:12s} {cosines[i]:.3f} {shown}  {pair.asked}\n{'':27s}{pair.remembered}")
+    lost = [i for i in right if pairs[i].kind == "near" and not served[i]]
+    say(f"\nnear repeats refused, {len(lost)} (cosine, by):")
+    for i in lost:
+        pair = pairs[i]
+        say(f"  {cosines[i]:.3f} {verdicts[i].guard or '(model)':10s} {pair.asked} == {pair.remembered}")
+
+
+def _crossed(seed: int, say: Callable[[str], None]) -> None:
+    """Two pairs of every template, each bare and with the same sentence around both of its questions."""
+    import numpy as np
+
+    from services.router.match import judge
+    from services.router.near.embedder import MiniLmEmbedder
+
+    frames = (("bare", "", ""), ("before", "It is raining today. ", ""), ("after", "", " It is raining today."))
+    embedder = MiniLmEmbedder()
+    counts: Counter[tuple[str, str]] = Counter()
+    totals: Counter[str] = Counter()
+    bare: list[tuple[str, str, str]] = []
+    for number, kind, line in _lines("blind_traps.txt"):
+        choices = _choices(line.split("> ", 1)[1])
+        for a, b in random.Random(seed + number).sample(choices, min(2, len(choices))):
+            bare.append((kind, a, b))
+            totals[kind] += 1
+    for name, before, after in frames:
+        texts = [f"{before}{text}{after}" for _, a, b in bare for text in (a, b)]
+        vectors = embedder.embed_batch(texts)
+        for at, (kind, _, _) in enumerate(bare):
+            x, y = vectors[2 * at], vectors[2 * at + 1]
+            assert x is not None
+            assert y is not None
+            cosine = float(np.dot(x, y))
+            counts[name, kind] += cosine >= TAUS[0] and judge(texts[2 * at], texts[2 * at + 1], cosine).same
+    say(f"\nserved at τ {TAUS[0]}, the same pairs bare, with a sentence before both and with one after both")
+    for kind, total in [*totals.items(), ("all traps", totals.total())]:
+        cells = []
+        for name, _, _ in frames:
+            hits = counts[name, kind] if kind in totals else sum(counts[name, k] for k in totals)
+            cells.append(f"{name} {hits:3d} {100 * hits / total:5.1f} %")
+        say(f"{kind:12s} {total:5d}  " + "   ".join(cells))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -281,6 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say(f"traps: {len(wrong)} pairs, {len({p.template for p in wrong})} templates, {topics} topics, {_describe(wrong)}")
     say(f"same: {len(right)} pairs, {_describe(right)}\n")
     _measure([*wrong, *right], say)
+    _crossed(args.seed, say)
     if args.out:
         args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
