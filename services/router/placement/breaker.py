@@ -62,6 +62,7 @@ class _Breaker:
     open_until: float | None = None
     backoff_s: float = 0.0
     probe_at: float | None = None
+    probe_id: str = ""
 
 
 class Breakers:
@@ -102,11 +103,19 @@ class Breakers:
         probe_at = self._breakers[worker_id].probe_at
         return probe_at is None or self._clock() - probe_at >= self._rules.probe_s
 
-    def chosen(self, worker_id: str, incarnation: int) -> None:
+    def chosen(self, worker_id: str, incarnation: int, request_id: str = "") -> None:
         """A request was placed: with a breaker that is not closed it is a probe."""
         breaker = self._get(worker_id, incarnation)
         if breaker is not None and breaker.open_until is not None:
-            breaker.probe_at = self._clock()
+            breaker.probe_at, breaker.probe_id = self._clock(), request_id
+
+    def ended(self, request_id: str) -> None:
+        """A request is over, and what it says of workers has been told: a probe that said nothing (cancelled, refused
+        for overload, served by another) makes way for the next."""
+        for worker_id in self._not_closed:
+            breaker = self._breakers[worker_id]
+            if breaker.probe_at is not None and breaker.probe_id == request_id:
+                breaker.probe_at = None
 
     def failed(self, worker_id: str, incarnation: int, code: int) -> None:
         """A request ended on the worker with this google.rpc.Code."""

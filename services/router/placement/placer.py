@@ -258,7 +258,7 @@ class Placer:
             self.sessions.note(ask.session, Served(pair.decode.worker_id, chosen[1].worker_id if pair.prefill else ""))
         if not self.breakers.all_closed:
             for candidate in chosen:
-                self.breakers.chosen(candidate.worker_id, candidate.info.incarnation)
+                self.breakers.chosen(candidate.worker_id, candidate.info.incarnation, request_id)
 
     def _take_work(self, request_id: str, tokens: dict[str, float]) -> None:
         """Work of a placement; that of an earlier one of the request, which was refused or lost, is taken back."""
@@ -289,6 +289,7 @@ class Placer:
                 worker = self._fleet.get(worker_id)
                 if worker is not None:
                     self.breakers.succeeded(worker_id, worker.info.incarnation)
+        self.breakers.ended(request.request_id)
 
     def sweep(self) -> None:
         """End old credit, and show breakers that have become half-open. A few times a second."""

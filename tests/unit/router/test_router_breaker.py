@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from grpc import StatusCode
 from hypothesis import settings
@@ -17,6 +19,7 @@ from services.router.placement.placer import Rules
 
 RULES = BreakerRules(failures=3, window_s=10.0, backoff_s=1.0, max_backoff_s=4.0, probe_s=8.0)
 UNAVAILABLE = StatusCode.UNAVAILABLE.value[0]
+CANCELLED = StatusCode.CANCELLED.value[0]
 
 
 def test_the_life_of_a_breaker() -> None:
@@ -222,6 +225,20 @@ def test_an_open_worker_gets_nothing_and_watchers_see_it() -> None:
     mesh.placer.report(router_pb2.ReportRequest(request_id="probe", decode_worker="bad"))
     assert mesh.fleet.get("bad").status().breaker == "closed"  # type: ignore[union-attr]
     assert mesh.ranked()[0] == "bad"
+
+
+@pytest.mark.parametrize("end", [{"code": CANCELLED, "decode_worker": "bad"}, {"decode_worker": "good"}])
+def test_a_probe_that_says_nothing_makes_way_for_the_next(end: dict[str, Any]) -> None:
+    mesh = make()
+    failing(mesh, "bad")
+    mesh.clock.advance(1.0)
+    ask = mesh.ask()
+    mesh.placer.take("probe", mesh.placer.place(ask)[0], ask)
+    mesh.placer.report(router_pb2.ReportRequest(request_id="another", code=CANCELLED, decode_worker="bad"))
+    assert mesh.ranked() == ["good"]
+    mesh.placer.report(router_pb2.ReportRequest(request_id="probe", **end))
+    assert mesh.ranked()[0] == "bad"
+    assert mesh.fleet.get("bad").status().breaker != "closed"  # type: ignore[union-attr]
 
 
 def test_where_all_are_open_the_least_bad_serves() -> None:
