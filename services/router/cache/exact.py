@@ -26,6 +26,7 @@ HEADER = _HEAD.size
 LEASE_MS = 3000
 """Life of a flight's pointer, renewed each second by its leader's gateway."""
 
+MAX_POINTER_BYTES = 512
 COUNTER_MS = 900_000
 """Of the tokens' counter, of which every question leaves one behind. A flight that lives longer knows its own token,
 and whoever takes it over takes a higher one."""
@@ -45,9 +46,9 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local function pointer(key)
   local value = redis.pcall('GET', key)
-  if type(value) == 'string' then
+  if type(value) == 'string' and #value <= {MAX_POINTER_BYTES} then
     local token, id, gateway = string.match(value, '^(%d+) (%x+) (.*)$')
-    if token then return token, id, gateway end
+    if token and #token <= 15 then return token, id, gateway end
   end
   if value then redis.call('DEL', key) end
   return nil
