@@ -10,7 +10,7 @@ from functools import lru_cache
 from services.router.match.lexicon import RARE, forms, lexicon
 from services.router.match.reading import Reading, slips
 from services.router.match.synonyms import near
-from services.router.match.wordlists import ANTONYMS, DIRECTIONS, GRADED, SOFT, UNITS, fold
+from services.router.match.wordlists import ANTONYMS, APART, DIRECTIONS, GRADED, SOFT, UNITS, fold
 
 _SUFFIXES = (
     "ization", "isation", "ification", "ation", "ition", "tion", "sion", "ion", "ment", "ance", "ence", "ing", "al",
@@ -144,6 +144,8 @@ def relation(x: str, y: str) -> str:
     words = lexicon()
     if opposite(x, y):
         return "opposite"
+    if frozenset((fold(x), fold(y))) in APART:
+        return "sister"
     if words.same(x, y) or near(forms(x), forms(y)):
         return "synonym"
     if _root(x) == _root(y) and len(_root(x)) >= 4 and x.endswith(_AGENTS) == y.endswith(_AGENTS):

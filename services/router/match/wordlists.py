@@ -153,6 +153,16 @@ def _antonyms() -> dict[str, frozenset[str]]:
 
 ANTONYMS = _antonyms()
 
+# Taken for each other in talk and by dictionaries, though the answer is another.
+_APART = """
+weather climate; mass weight; speed velocity; array list; function method; update upgrade; baby child; baby kid;
+infant child; infant kid; toddler baby; dog puppy; cat kitten; sensible sensitive; frog toad; economic economical;
+historic historical; classic classical; human humane; urban urbane; moral morale; save store; reset restore; open unlock;
+cook bake; bread dough; compile build; bike motorcycle; bicycle motorcycle; rent lease; physics physical; music musical;
+ideal idealistic; laptop computer; old ancient; reset restart
+"""
+APART = frozenset(frozenset(map(fold, pair.split())) for pair in _APART.split(";"))
+
 # Of two texts that each have one of these alone, one says "from" where the other says "to".
 PREPOSITIONS = _folded("than from to by for with about into onto on in at of off through under over between")
 

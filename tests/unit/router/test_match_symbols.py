@@ -83,6 +83,22 @@ def test_what_prose_may_drop(asked: str, remembered: str) -> None:
         assert judge(a, b, 1.0).same
 
 
+@pytest.mark.parametrize(
+    ("asked", "remembered"),
+    [
+        ("What is weather?", "What is climate?"),
+        ("What is the mass of the Moon?", "What is the weight of the Moon?"),
+        ("Can babies eat honey?", "Can children eat honey?"),
+        ("How do I sort an array in Java?", "How do I sort a list in Java?"),
+        ("What does apt update do?", "What does apt upgrade do?"),
+        ("What should puppies eat?", "What should dogs eat?"),
+    ],
+)
+def test_words_that_only_talk_takes_for_each_other(asked: str, remembered: str) -> None:
+    for a, b in ((asked, remembered), (remembered, asked)):
+        assert not judge(a, b, 0.95).same
+
+
 def test_texts_without_a_word_in_common_cost_little() -> None:
     """All words with all words took seconds for what fits into the embedder's window."""
     letters = "bcdfghjklm"
