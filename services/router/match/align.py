@@ -10,7 +10,7 @@ from functools import lru_cache
 from services.router.match.lexicon import RARE, forms, lexicon
 from services.router.match.reading import Reading, slips
 from services.router.match.synonyms import near
-from services.router.match.wordlists import ANTONYMS, APART, DIRECTIONS, GRADED, SOFT, UNITS, fold
+from services.router.match.wordlists import ANTONYMS, APART, DIRECTIONS, GRADED, PLURALS_APART, SOFT, UNITS, fold
 
 _SUFFIXES = (
     "ization", "isation", "ification", "ation", "ition", "tion", "sion", "ion", "ment", "ance", "ence", "ing", "al",
@@ -50,7 +50,7 @@ def align(a: Reading, b: Reading) -> Alignment:
     left, right = list(a.words), list(b.words)
     exact: list[str] = []
     for word in list(left):
-        if word in right:
+        if word in right and not _apart(a.lowered.get(word, word), b.lowered.get(word, word)):
             left.remove(word)
             right.remove(word)
             exact.append(word)
@@ -144,7 +144,7 @@ def relation(x: str, y: str) -> str:
     words = lexicon()
     if opposite(x, y):
         return "opposite"
-    if frozenset((fold(x), fold(y))) in APART:
+    if _apart(x, y) or frozenset((fold(x), fold(y))) in APART:
         return "sister"
     if words.same(x, y) or near(forms(x), forms(y)):
         return "synonym"
@@ -153,6 +153,16 @@ def relation(x: str, y: str) -> str:
     if _is_typo(x, y):
         return "typo"
     return "sister" if words.sisters(x, y) else ""
+
+
+def _apart(x: str, y: str) -> bool:
+    """Two words that folding makes one: plan and plane, cars and cares, custom and customs."""
+    if x == y:
+        return False
+    if frozenset((x, y)) in PLURALS_APART:
+        return True
+    short, long = sorted((x.removesuffix("s"), y.removesuffix("s")), key=len)
+    return long == short + "e" and len(short) >= 3 and lexicon().knows(short) and lexicon().knows(long)
 
 
 def opposite(x: str, y: str) -> bool:

@@ -157,10 +157,15 @@ ANTONYMS = _antonyms()
 _APART = """
 weather climate; mass weight; speed velocity; array list; function method; update upgrade; baby child; baby kid;
 infant child; infant kid; toddler baby; dog puppy; cat kitten; sensible sensitive; frog toad; economic economical;
-historic historical; classic classical; human humane; urban urbane; moral morale; save store; reset restore; open unlock;
-cook bake; bread dough; compile build; bike motorcycle; bicycle motorcycle; rent lease; physics physical; music musical;
-ideal idealistic; laptop computer; old ancient; reset restart
+historic historical; classic classical; human humane; urban urbane; moral morale; save store; reset restore;
+open unlock; cook bake; bread dough; compile build; bike motorcycle; bicycle motorcycle; rent lease; physics physical;
+music musical; ideal idealistic; laptop computer; old ancient; reset restart
 """
+_PLURALS_APART = """
+new news; good goods; custom customs; glass glasses; mean means; arm arms; short shorts; pant pants; window windows;
+physic physics; politic politics; spirit spirits; saving savings; earning earnings; manner manners; content contents
+"""
+PLURALS_APART = frozenset(frozenset(pair.split()) for pair in _PLURALS_APART.split(";"))
 APART = frozenset(frozenset(map(fold, pair.split())) for pair in _APART.split(";"))
 
 # Of two texts that each have one of these alone, one says "from" where the other says "to".

@@ -73,6 +73,8 @@ def test_what_only_marks_or_capitals_tell_apart(asked: str, remembered: str) -> 
         ("How many days are in 2024!?", "How many days are in 2024!?"),
         ("What is H₂O?", "What is H2O?"),
         ("What is H2O ??", "What is H2O"),
+        ("How do I bake a cake?", "How do I bake cakes?"),
+        ("How do I create a file?", "How do I go about creating a file?"),
         ("What does f(x) mean?", "Please tell me what f(x) means"),
         ("What does NASA (the agency) do?", "What does NASA, the agency, do?"),
         ("How do I boil an egg (please)?", "How do I boil an egg, please?"),
@@ -92,6 +94,12 @@ def test_what_prose_may_drop(asked: str, remembered: str) -> None:
         ("How do I sort an array in Java?", "How do I sort a list in Java?"),
         ("What does apt update do?", "What does apt upgrade do?"),
         ("What should puppies eat?", "What should dogs eat?"),
+        ("What is a tort?", "What is a torte?"),
+        ("What is a rat?", "What is a rate?"),
+        ("How much is car insurance?", "How much is care insurance?"),
+        ("Which plans are cheapest?", "Which planes are cheapest?"),
+        ("What is custom?", "What is customs?"),
+        ("How do I install a window?", "How do I install Windows?"),
     ],
 )
 def test_words_that_only_talk_takes_for_each_other(asked: str, remembered: str) -> None:
