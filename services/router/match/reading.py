@@ -126,6 +126,8 @@ def read(text: str) -> Reading:
             starts = token in _SENTENCE_ENDS or ended
             if token in _IGNORED_MARKS and symbols.counts(text, match.start()):
                 marks.append(symbols.written(text, match.start()))
+            if named := symbols.sigil(text, match.start()):
+                marks.append(named)
             if token in _CURRENCIES:
                 tokens.append(_CURRENCIES[token])
             elif token in (",", ";", ":") or (token in "-–—" and text[match.start() - 1 : match.start()] == " "):

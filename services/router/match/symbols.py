@@ -13,6 +13,7 @@ _FRACTION = re.compile("([½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞↉⅐⅑⅒
 _EMPHASIS = re.compile(r"(?<![\w*])(\*{1,2})(?=[^\s*])([^*\n]{1,200})(?<=[^\s*])\1(?![\w*])")
 _ALWAYS = frozenset("*~[]")
 _REMARK = re.compile(r"[^\W\d_]{2}")
+_NAMED = re.compile(r"[$%\\][^\W\d]\w*")
 _DASHES = frozenset("-–—")
 
 # Spellings of units that need no mention; any other one with a capital does.
@@ -47,6 +48,8 @@ def counts(text: str, at: int) -> bool:
     if mark in _DASHES:
         if mark == "-" and after == "-" and _word(before) and not _word(text[at + 2 : at + 3]):
             return True
+        if mark != "-" and before.isspace() and after.isdigit():
+            return True
         return _operand(text[:at].rstrip(), last=True) and _operand(text[at + 1 : at + 40].lstrip(), last=False)
     if mark == "!":
         return _word(after) or after in "=([" or _operand(text[:at], last=True)
@@ -76,6 +79,12 @@ def written(text: str, at: int) -> str:
     if mark in _DASHES:
         return "-"
     return f"{mark}{text[at + 1 : at + 2].strip().lower()}" if mark in "*:([!" else mark
+
+
+def sigil(text: str, at: int) -> str:
+    """The word that a mark at a place makes a name of, as it is written: $HOME, %s, \\d; "" where it does not."""
+    found = _NAMED.match(text, at)
+    return found.group() if found else ""
 
 
 def spelling(token: str, before: str, text: str) -> str:
