@@ -143,7 +143,8 @@ def spawn(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Pope
 
 def python_path() -> dict[str, str]:
     root = Path(__file__).resolve().parents[2]
-    return {"PYTHONPATH": os.pathsep.join([str(root / "libs"), str(root), str(root / "benchmarks")])}
+    given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    return {"PYTHONPATH": os.pathsep.join([str(root / "libs"), str(root), str(root / "benchmarks"), *given])}
 
 
 async def ready_address(path: Path, process: subprocess.Popen[bytes], limit_s: float = 60.0) -> str:

@@ -136,8 +136,17 @@ async def serve(settings: S, build: Build[S]) -> int:
             exporter.close()
 
 
-def run_service(settings_class: type[S], build: Build[S], argv: Sequence[str] | None = None) -> int:
-    """Entry point of `python -m services.<name>`: `sys.exit(run_service(GatewaySettings, build))`."""
+def run_service(
+    settings_class: type[S],
+    build: Build[S],
+    argv: Sequence[str] | None = None,
+    *,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> int:
+    """Entry point of `python -m services.<name>`: `sys.exit(run_service(GatewaySettings, build))`.
+
+    loop_factory: another event loop than asyncio's own.
+    """
     settings = load_settings(settings_class, argv)
     setup_logs(settings.service, instance=settings.instance_name, level=settings.log_level, fmt=settings.log_format)
     tracing.setup(
@@ -149,7 +158,8 @@ def run_service(settings_class: type[S], build: Build[S], argv: Sequence[str] | 
     if settings.otlp_metrics:
         genai.setup(settings.service, settings.otlp_endpoint, instance=settings.instance_name)
     try:
-        return asyncio.run(serve(settings, build))
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(serve(settings, build))
     except KeyboardInterrupt:
         return 130
     finally:

@@ -163,8 +163,17 @@ class Placer:
         load = weights.queued * columns.queued + weights.inflight * columns.inflight
         if weights.recent:
             self._decay()
-            load += weights.recent * columns.recent
+            load += weights.recent * self._busy() * columns.recent
         return load
+
+    def _busy(self) -> float:
+        """0 on an idle fleet, 1 where half of the workers or more have something to do. What was placed a moment ago is
+        load only where there is load: on an idle fleet it is done, and must not drive the next request away from what
+        it left behind."""
+        columns = self._fleet.columns
+        there = int(np.count_nonzero(columns.reported))
+        working = columns.reported & (columns.sequences + columns.queued + columns.credit > 0)
+        return min(1.0, 2 * int(np.count_nonzero(working)) / there) if there else 1.0
 
     def _decay(self) -> None:
         now = self._clock()

@@ -428,3 +428,33 @@ def test_work_of_a_request_that_is_placed_anew_counts_once() -> None:
     mesh.clock.advance(61.0)
     place("another")
     assert len(mesh.placer._placed) == 1
+
+
+def test_an_idle_fleet_keeps_its_affinity() -> None:
+    """One request after the other, each over before the next: all go where the prefix is."""
+    mesh = Mesh(Rules())
+    for number in range(8):
+        mesh.add(f"w{number}", "unified", matched=16 * STEP if number == 3 else 0)
+    for turn in range(30):
+        ask = mesh.ask(16 * STEP + 1)
+        (pair, *_) = mesh.placer.place(ask)
+        assert pair.decode.worker_id == "w3", turn
+        mesh.placer.take(f"r{turn}", pair, ask)
+        mesh.placer.report(router_pb2.ReportRequest(request_id=f"r{turn}", decode_worker="w3"))
+        mesh.clock.now += 1.0
+        for number in range(8):
+            mesh.load(f"w{number}", total_pages=1000, free_pages=1000)
+
+
+def test_on_a_busy_fleet_what_was_just_placed_counts() -> None:
+    mesh = Mesh(Rules())
+    for number in range(8):
+        mesh.add(f"w{number}", "unified", load=2000, matched=16 * STEP if number == 3 else 0)
+    chosen = set()
+    for turn in range(30):
+        ask = mesh.ask(16 * STEP + 1)
+        (pair, *_) = mesh.placer.place(ask)
+        chosen.add(pair.decode.worker_id)
+        mesh.placer.take(f"r{turn}", pair, ask)
+        mesh.placer.report(router_pb2.ReportRequest(request_id=f"r{turn}", decode_worker=pair.decode.worker_id))
+    assert len(chosen) > 1
