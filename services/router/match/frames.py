@@ -362,6 +362,15 @@ def _peel(text: str) -> str:
     return text
 
 
+def courtesy(text: str) -> bool:
+    """Whether a sentence has nothing but what may be said before or after a question."""
+    ended = _TAIL.sub("", text.strip())
+    while ended and ended != text:
+        text, ended = ended, _TAIL.sub("", ended).strip()
+    text = _peel(ended)
+    return not _LEAD.sub("", text).strip() or not _TAIL.sub("", text).strip()
+
+
 def tense(raw: list[str]) -> str:
     """ "past", "future" or "" by the auxiliaries alone."""
     if not _PAST.isdisjoint(raw):

@@ -13,6 +13,7 @@ from collections import Counter
 from services.router.match.align import Alignment, align, compared, opposite, weight
 from services.router.match.lexicon import lexicon
 from services.router.match.reading import Reading, read
+from services.router.match.sentences import crossed, other_question
 from services.router.match.wordlists import DIRECTIONS, MODALS, PIVOTAL, UNITS, fold
 
 GUARDS = (
@@ -125,7 +126,9 @@ def _units(a: Reading, b: Reading, pairs: Alignment) -> bool:
 
 
 def _negation(a: Reading, b: Reading, pairs: Alignment) -> bool:
-    return a.negations != b.negations
+    if a.negations != b.negations:
+        return True
+    return len(a.sentences) == len(b.sentences) > 1 and crossed(a.sentences, b.sentences)
 
 
 def _quotes_differ(a: Reading, b: Reading) -> bool:
@@ -169,13 +172,41 @@ def _symbols(a: Reading, b: Reading, pairs: Alignment) -> bool:
 
 
 def _names(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    if _forms_differ(a, b):
+        return True
     # A name in one text may be written small in the other: then it is among the other's words.
     words_a, words_b = set(a.words), set(b.words)
     return bool(((a.names & words_a) - (b.all_words | words_b)) or ((b.names & words_b) - (a.all_words | words_a)))
 
 
+def _forms_differ(a: Reading, b: Reading) -> bool:
+    """Aliens is not Alien, and http to https is not https to http, though these fold to one word."""
+    for word in a.spelled.keys() & b.spelled.keys():
+        one, other = a.spelled[word], b.spelled[word]
+        twofold = len(set(one)) > 1 or len(set(other)) > 1
+        if one == other or not (twofold or word in a.names or word in b.names):
+            continue
+        if (twofold or set(one).isdisjoint(other)) and any(_inflected(x, y) for x in one for y in other):
+            return True
+    return False
+
+
+def _inflected(x: str, y: str) -> bool:
+    """One is the other with an ending, not a synonym that folds to the same. PDFs are PDF files; HTTPS is not HTTP."""
+    if any(word[:-1].isupper() and word[-1] == "s" for word in (x, y)):
+        return False
+    return x != y and (x.startswith(y) or y.startswith(x))
+
+
 def _question(a: Reading, b: Reading, pairs: Alignment) -> bool:
-    return a.kind != b.kind and not soft_kinds(a, b)
+    if a.kind != b.kind and not soft_kinds(a, b):
+        return True
+    if len(a.sentences) != len(b.sentences):
+        return True
+    return any(
+        (x.kind != y.kind and frozenset((x.kind, y.kind)) not in _SOFT_KINDS) or other_question(x, y)
+        for x, y in zip(a.sentences, b.sentences, strict=True)
+    )
 
 
 def _tense(a: Reading, b: Reading, pairs: Alignment) -> bool:
@@ -197,7 +228,12 @@ def _comparative(a: Reading, b: Reading, pairs: Alignment) -> bool:
     )
 
 
+_ALONE = frozenset(fold(word) for word in ("solely", "exclusively", "merely", "alone", "just", "purely"))
+
+
 def _qualifier(a: Reading, b: Reading, pairs: Alignment) -> bool:
+    if any(("only" in pair) and not _ALONE.intersection(pair) for pair in pairs.synonyms):
+        return True
     return not PIVOTAL.isdisjoint(pairs.only_a) or not PIVOTAL.isdisjoint(pairs.only_b)
 
 
@@ -211,8 +247,7 @@ _STRICT = frozenset(["from", "without", "against", "between", "under", "over", "
 
 def _person(a: Reading, b: Reading, pairs: Alignment) -> bool:
     """My name, your name; may I call you, may you call me. Where only one of them is named they may be the same."""
-    one, other = a.persons, b.persons
-    return bool(one and other and one != other)
+    return any(one and other and one != other for one, other in ((a.persons, b.persons), (a.addressed, b.addressed)))
 
 
 def _direction(a: Reading, b: Reading, pairs: Alignment) -> bool:

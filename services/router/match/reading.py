@@ -13,7 +13,7 @@ import unicodedata
 from dataclasses import dataclass
 from functools import lru_cache
 
-from services.router.match import frames, symbols
+from services.router.match import frames, sentences, symbols
 from services.router.match.lexicon import lexicon
 from services.router.match.wordlists import (
     FILLERS,
@@ -63,12 +63,16 @@ _NO_GENITIVE = frozenset(
 )
 _PERSONS = ("i me my mine myself", "you your yours", "we us our ours", "he him his", "she her", "they them their")
 PERSONS = {word: str(number) for number, words in enumerate(_PERSONS, 1) for word in words.split()}
+_ADDRESSED = re.compile(r"\b(?:am|are|was|were|did|have|had) (i|you|we|he|she|they)\b")
+_ALL = frozenset(["all", "any", "anything", "anyone", "anybody", "everything", "everyone", "everybody", "everywhere"])
 _DETERMINERS = frozenset(
     ["the", "a", "an", "my", "your", "our", "their", "his", "her", "its", "this", "that", "these", "those"]
 )
 _SKIPPED = frozenset([",", ".", "'s", "and"])
 _NOT_NAMES = frozenset(["I", "I'm", "I'd", "I've", "I'll", "OK", "PLEASE", "ASAP", "FAQ"])
 _CONTRACTIONS = {
+    "résumé": ["resume"], "resumé": ["resume"], "café": ["cafe"], "cafés": ["cafes"], "naïve": ["naive"],
+    "jalapeño": ["jalapeno"], "façade": ["facade"], "cliché": ["cliche"],
     "can't": ["can", "not"], "cant": ["can", "not"], "won't": ["will", "not"], "wont": ["will", "not"],
     "shan't": ["shall", "not"], "cannot": ["can", "not"], "dont": ["do", "not"], "doesnt": ["does", "not"],
     "didnt": ["did", "not"], "isnt": ["is", "not"], "arent": ["are", "not"], "wasnt": ["was", "not"],
@@ -89,7 +93,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One text. `raw` are all its words as written, lower-case; `words` the folded content of `chunks`, in order."""
+    """One text. `raw` are all its words as written, lower-case; `words` the folded content of `chunks`, in order.
+
+    `sentences`: one for each sentence that is more than a courtesy. `addressed`: who was, did or has, of frames too.
+    `spelled`: the forms of each folded word, in order.
+    """
 
     raw: tuple[str, ...]
     kind: str
@@ -107,6 +115,9 @@ class Reading:
     english: bool
     tense: str
     persons: str
+    sentences: tuple[sentences.Sentence, ...]
+    addressed: str
+    spelled: dict[str, tuple[str, ...]]
 
 
 @lru_cache(maxsize=4096)
@@ -118,9 +129,15 @@ def read(text: str) -> Reading:
     names: set[str] = set()
     codes: set[str] = set()
     marks: list[str] = []
+    breaks: list[int] = []
+    plurals: set[str] = set()
     starts = True
+    ended_at = 0
     for match in _TOKEN.finditer(text):
         token = match.group()
+        if "\n" in text[ended_at : match.start()]:
+            breaks.append(len(tokens))
+        ended_at = match.end()
         ended, starts = starts, False
         if not any(char.isalnum() for char in token):
             starts = token in _SENTENCE_ENDS or ended
@@ -134,8 +151,11 @@ def read(text: str) -> Reading:
                 tokens.append(",")
             elif token in ".!?":
                 tokens.append(".")
+                breaks.append(len(tokens))
             elif token == "&":
                 tokens.append("and")
+                if symbols.lonely(text, match.start()):
+                    marks.append("&")
                 if text[match.end() : match.end() + 1] == "&":
                     marks.append("&&")
             elif unicodedata.category(token[0])[0] == "M":
@@ -147,6 +167,8 @@ def read(text: str) -> Reading:
         glued = _GLUED.match(token)
         if spelled := symbols.spelling(glued[2] if glued else token, tokens[-1] if tokens else "", text):
             marks.append(f"{len(tokens)}{spelled}")
+        if cased := symbols.cased(token, text[match.start() - 1 : match.start()]):
+            marks.append(cased)
         if token[0] == "`" or _is_code(token):
             code = token.strip("`").removesuffix("()")
             codes.add(code)
@@ -161,12 +183,20 @@ def read(text: str) -> Reading:
         parts = _split(token.lower())
         if _is_name(token, ended):
             names.add(fold(parts[0]))
+            if token[-1] == "s" and token[:-1].isupper() and len(token) > 2:
+                plurals.add(parts[0])
         tokens += parts
-    return _read_tokens(tokens, names, codes, marks, quoted)
+    return _read_tokens(tokens, names, codes, marks, quoted, breaks, plurals)
 
 
 def _read_tokens(
-    tokens: list[str], names: set[str], codes: set[str], marks: list[str], quoted: tuple[str, ...]
+    tokens: list[str],
+    names: set[str],
+    codes: set[str],
+    marks: list[str],
+    quoted: tuple[str, ...],
+    breaks: list[int],
+    plurals: set[str],
 ) -> Reading:
     tokens = _currency_last(tokens)
     raw = tuple(token for token in tokens if token not in ",.")
@@ -178,11 +208,12 @@ def _read_tokens(
             numbers.append(value)
         if token in UNITS and i and number(raw[i - 1]) is not None:
             units.append(UNITS[token])
-    spoken = " ".join(_corrected(token) for token in tokens)
+    corrected = [_corrected(token) for token in tokens]
+    spoken = " ".join(corrected)
     kind, body, peeled = frames.strip(spoken) if english else ("", spoken, spoken)
     left = body.split()
     chunks, lowered = _chunks(left, codes)
-    negations = sum(token in NEGATIONS for token in left)
+    negations = _negations(left)
     words = tuple(word for chunk in chunks for word in chunk.words)
     return Reading(
         raw,
@@ -201,7 +232,41 @@ def _read_tokens(
         english,
         frames.tense(peeled.split()),
         "".join(PERSONS[token] for token in left if token in PERSONS),
+        _sentences(sentences.split(corrected, breaks), codes) if english else (),
+        "".join(PERSONS[who] for who in _ADDRESSED.findall(peeled)),
+        _forms(raw, plurals),
     )
+
+
+def _sentences(parts: list[list[str]], codes: set[str]) -> tuple[sentences.Sentence, ...]:
+    found = []
+    for part in parts:
+        spoken = " ".join(part)
+        if frames.courtesy(spoken):
+            continue
+        kind, body, _ = frames.strip(spoken)
+        left = body.split()
+        asked = sentences.asks(left)
+        words = frozenset(word for chunk in _chunks(left, codes)[0] for word in chunk.words)
+        negations = _negations(left)
+        if kind or asked or words or negations:
+            found.append(sentences.Sentence(kind, asked, negations, words))
+    return tuple(found)
+
+
+def _negations(tokens: list[str]) -> int:
+    """ "Everything but" excludes as "except" does."""
+    but = sum(one in _ALL and other == "but" for one, other in itertools.pairwise(tokens))
+    return but + sum(token in NEGATIONS for token in tokens)
+
+
+def _forms(raw: tuple[str, ...], plurals: set[str]) -> dict[str, tuple[str, ...]]:
+    """The forms in which each folded word stands in a text, in order; plurals of acronyms as PDFs."""
+    forms: dict[str, tuple[str, ...]] = {}
+    for token in raw:
+        form = f"{token[:-1].upper()}s" if token in plurals else token
+        forms[fold(token)] = (*forms.get(fold(token), ()), form)
+    return forms
 
 
 def _chunks(tokens: list[str], codes: set[str]) -> tuple[tuple[Chunk, ...], dict[str, str]]:

@@ -22,6 +22,11 @@ _USUAL = {
     "gbps": ("Gbps",), "kbps": ("Kbps",), "mw": (), "mm": (), "mg": (), "ml": ("mL",), "ms": (), "ma": ("mA",),
     "mv": ("mV",), "mj": (), "mhz": ("MHz",), "mpa": ("MPa",), "mah": ("mAh",), "kw": ("kW", "KW"),
 }  # fmt: skip
+_SPOKEN = frozenset(
+    ["do", "does", "is", "are", "the", "a", "an", "of", "between", "using", "use", "with", "without", "and", "or", "by"]
+)
+"""Words after which a mark that stands alone is what is spoken of."""
+_CALLED = re.compile(r"\s+(?:operator|sign|symbol|character|mean|means)\b", re.IGNORECASE)
 _LOUD = frozenset(["who", "it", "aids", "or", "no", "us"])
 """Words that in capitals are others."""
 
@@ -37,8 +42,10 @@ def counts(text: str, at: int) -> bool:
     """Whether the mark at a place, one that prose may drop, means something there."""
     mark = text[at]
     before, after = text[at - 1 : at] or " ", text[at + 1 : at + 2] or " "
-    if mark in _ALWAYS:
+    if mark in _ALWAYS or (mark in ".,:;?!_" and lonely(text, at)):
         return True
+    if mark == ";":
+        return not (_word(before) or before in ")]}'\"`") or not (after.isspace() or after in "'\"`")
     if mark in "()":
         opening = at if mark == "(" else text.rfind("(", 0, at)
         closing = text.find(")", opening + 1) if mark == "(" else at
@@ -71,6 +78,23 @@ def counts(text: str, at: int) -> bool:
     if mark == ".":
         return _word(after) or after in "/*"
     return False
+
+
+def lonely(text: str, at: int) -> bool:
+    """Whether the mark at a place is spoken of ("what does & mean") or stands at one side of a word only (&x)."""
+    before, after = text[:at], text[at + 1 :]
+    said = before.rstrip().rsplit(None, 1)[-1].lower() if before.strip() else ""
+    if text[at] != "&":
+        return said in _SPOKEN and before[-1:].isspace() and (not after or not _word(after[0])) and bool(after.strip())
+    if _word(before[-1:]) and _word(after[:1]):
+        return False
+    joins = before[-1:].isspace() and after[:1].isspace() and _word(before.rstrip()[-1:]) and _word(after.lstrip()[:1])
+    return not joins or said in _SPOKEN or _CALLED.match(after) is not None
+
+
+def cased(token: str, before: str) -> str:
+    """A capital that stands alone after a mark of patterns, as in [A-Z]; else ""."""
+    return before + token if before and before in "[^-|" and len(token) == 1 and token.isupper() else ""
 
 
 def written(text: str, at: int) -> str:
