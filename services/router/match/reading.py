@@ -262,11 +262,10 @@ def _negations(tokens: list[str]) -> int:
 
 def _forms(raw: tuple[str, ...], plurals: set[str]) -> dict[str, tuple[str, ...]]:
     """The forms in which each folded word stands in a text, in order; plurals of acronyms as PDFs."""
-    forms: dict[str, tuple[str, ...]] = {}
+    forms: dict[str, list[str]] = {}
     for token in raw:
-        form = f"{token[:-1].upper()}s" if token in plurals else token
-        forms[fold(token)] = (*forms.get(fold(token), ()), form)
-    return forms
+        forms.setdefault(fold(token), []).append(f"{token[:-1].upper()}s" if token in plurals else token)
+    return {word: tuple(own) for word, own in forms.items()}
 
 
 def _chunks(tokens: list[str], codes: set[str]) -> tuple[tuple[Chunk, ...], dict[str, str]]:

@@ -84,7 +84,7 @@ def split(tokens: Sequence[str], breaks: Iterable[int]) -> list[list[str]]:
 
 def _abbreviated(part: list[str]) -> bool:
     """Whether the full stop at the end is an abbreviation's."""
-    words = [token for token in part if token != "."]
+    words = [token for token in part[-4:] if token != "."]
     return (
         part[-1] == "." and bool(words) and (words[-1] in _ABBREVIATED or (len(words[-1]) == 1 and words[-1].isalpha()))
     )

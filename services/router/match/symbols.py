@@ -82,7 +82,7 @@ def counts(text: str, at: int) -> bool:
 
 def lonely(text: str, at: int) -> bool:
     """Whether the mark at a place is spoken of ("what does & mean") or stands at one side of a word only (&x)."""
-    before, after = text[:at], text[at + 1 :]
+    before, after = text[max(0, at - 40) : at], text[at + 1 : at + 40]
     said = before.rstrip().rsplit(None, 1)[-1].lower() if before.strip() else ""
     if text[at] != "&":
         return said in _SPOKEN and before[-1:].isspace() and (not after or not _word(after[0])) and bool(after.strip())
