@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, NotFound, Unavailable
+from kvmesh.errors import FailedPrecondition, KvmeshError, NotFound, Unavailable
 from kvmesh.proto.v1 import router_pb2, router_pb2_grpc
 from kvmesh.rpc.auth import tenant_metadata
 from kvmesh.rpc.channel import MeshChannel, cancelling
@@ -97,7 +97,7 @@ class Routers:
                 )
             except grpc.aio.AioRpcError as exc:
                 error = from_rpc_error(exc)
-                if _spoken(exc) and isinstance(error, NotFound | FailedPrecondition | InvalidArgument):
+                if _spoken(exc) and isinstance(error, NotFound | FailedPrecondition):
                     raise error from exc
                 if _spoken(exc) and isinstance(error, Unavailable):
                     # Maybe only this replica: it is stopping, or its workers have not attached yet.
