@@ -62,6 +62,7 @@ class Gateway:
             silence_s=silence_s,
             on_load=self._on_load,
             on_change=self._on_change,
+            grace_s=settings.empty_fleet_grace_s,
         )
         self.routers = Routers(
             settings.routers,

@@ -37,7 +37,9 @@ class Fleet:
     """The worker list, merged over its sources (one a router replica, or the static one).
 
     A source that lost its connection keeps what it said last, and counts only while no other source is live: with all
-    routers gone, the last list stands. `on_load(link)` follows each frame, `on_change()` each change of what can serve.
+    routers gone, the last list stands. A list without anybody who generates is none while frames flow here: routers
+    that have just started, or stood still, are about to hear of the workers that we are connected to, within `grace_s`.
+    `on_load(link)` follows each frame, `on_change()` each change of what can serve.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class Fleet:
         silence_s: float,
         on_load: Callable[[WorkerLink], None],
         on_change: Callable[[], None],
+        grace_s: float = 0.0,
     ) -> None:
         self.gateway_id = gateway_id
+        self._grace_s = grace_s
         self._open_channel = open_channel
         self._tasks = tasks
         self._silence_s = silence_s
@@ -62,6 +66,8 @@ class Fleet:
         self._members: dict[str, Member] = {}
         self._links: set[WorkerLink] = set()
         self._kinds: dict[str, list[Kind]] = {}
+        self._unlisted: set[str] = set()
+        self._grace: asyncio.TimerHandle | None = None
         self.known = asyncio.Event()
         """Set once any source has given a whole list."""
 
@@ -88,6 +94,14 @@ class Fleet:
         if self._live:
             self._merge((), structural=True)
 
+    def _believe(self) -> None:
+        """The time of grace is over: what no router lists is gone."""
+        if self._unlisted:
+            for worker_id in self._unlisted & set(self._members):
+                self._drop(worker_id)
+            self._unlisted.clear()
+            self.changed()
+
     def forget(self, source: str) -> None:
         """Drop a source and all it said."""
         self._live.discard(source)
@@ -101,6 +115,14 @@ class Fleet:
         if structural:
             sources = [self._sources[name] for name in self._live] or list(self._sources.values())
             wanted = {worker_id for workers in sources for worker_id in workers}
+            if any(status.info.role in GENERATING for workers in sources for status in workers.values()):
+                self._unlisted.clear()
+                if self._grace is not None:
+                    self._grace.cancel()
+            elif self._grace_s > 0 and not self._unlisted:
+                self._unlisted = {member.info.worker_id for member in self._members.values() if _flows(member)}
+                self._grace = asyncio.get_running_loop().call_later(self._grace_s, self._believe)
+            wanted |= self._unlisted
             for worker_id in [known for known in self._members if known not in wanted]:
                 self._drop(worker_id)
             for workers in sources:
@@ -150,6 +172,10 @@ class Fleet:
 
     def changed(self) -> None:
         """Something that decides what can serve has changed."""
+        for worker_id in [each for each in self._unlisted if each in self._members]:
+            if not _flows(self._members[worker_id]):
+                self._unlisted.discard(worker_id)
+                self._drop(worker_id)
         self._kinds.clear()
         self._links = {link for link in self._links if link.state is not LinkState.CLOSED}
         states = [link.state for link in self._links]
@@ -252,3 +278,7 @@ class Fleet:
         self._members.clear()
         for link in list(self._links):
             link.close()
+
+
+def _flows(member: Member) -> bool:
+    return member.link is not None and member.link.open

@@ -99,6 +99,12 @@ class GatewaySettings(ServiceSettings):
         le=16,
         description="Placements of one request, first one included; with new output they are counted anew.",
     )
+    empty_fleet_grace_s: float = Field(
+        default=15.0,
+        ge=0,
+        le=600,
+        description="Seconds that connected workers stay although no router lists any, as after all routers restarted.",
+    )
     heal_wait_s: float = Field(
         default=10.0,
         ge=0,

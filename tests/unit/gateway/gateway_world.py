@@ -54,7 +54,7 @@ class World:
             given["workers"] = [worker.info.address for worker in self.workers]
         else:
             given["routers"] = [router.address for router in self.routers]
-        config = GatewaySettings(**(given | settings))
+        config = GatewaySettings(**({"empty_fleet_grace_s": 0} | given | settings))
         self.server = RpcServer(config)
         self._tasks = BackgroundTasks()
         self.gateway = Gateway(ServiceContext(config, self.server, self.server.auth, self._tasks))

@@ -8,8 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
+from gateway_fakes import MODEL
 from gateway_world import World, end_of, kinds, text_of
-from kvmesh.errors import Internal, InvalidArgument, NotFound
+from kvmesh.errors import Internal, InvalidArgument, NotFound, Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from services.gateway.job import inner_salt
@@ -227,3 +228,36 @@ async def test_workers_of_one_live_replica_are_enough(world: World) -> None:
     fleet.source_lost("second")
     fleet.source_lost(world.routers[0].address)
     assert len(fleet.links()) == 1
+
+
+async def test_an_empty_fleet_is_not_believed_while_frames_flow(world: World) -> None:
+    """All routers have just started, or stood still: they will hear of the workers that are connected here."""
+    worker = await world.worker("w", text="here")
+    router = await world.router()
+
+    async def nobody(request: router_pb2.RouteRequest) -> router_pb2.RouteResponse:
+        raise Unavailable("no worker serves it now")
+
+    await world.start(empty_fleet_grace_s=60)
+    await world.until(lambda: len(world.gateway.fleet.links()) == 1)
+    watched = len(router.watches.items)
+    router.workers, router.decide = [], nobody
+    router.tell()
+    await world.until(lambda: world.gateway.fleet._unlisted == {"w"})
+    events = await world.ask(model=MODEL)
+    assert text_of(events) == "here"
+    assert events[-1].finished.served.degraded
+    assert len(router.watches.items) == watched, "the routers were there all the time"
+    # Once its frames end it is gone.
+    await worker.stop()
+    await world.until(lambda: not list(world.gateway.fleet.members()))
+
+
+async def test_an_empty_fleet_is_believed_in_the_end(world: World) -> None:
+    await world.worker("w")
+    router = await world.router()
+    await world.start(empty_fleet_grace_s=0.2)
+    await world.until(lambda: len(world.gateway.fleet.links()) == 1)
+    router.workers = []
+    router.tell()
+    await world.until(lambda: not list(world.gateway.fleet.members()))
