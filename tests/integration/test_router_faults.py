@@ -111,7 +111,9 @@ async def test_redis_away_while_a_worker_dies_and_joins(mesh: Mesh) -> None:
         mesh.kill("redis", signal.SIGSTOP)
         try:
             await load.more()
+            before = mesh.pid("decode-1")
             mesh.kill("decode-1")
+            await until(lambda: mesh.pid("decode-1") != before, "decode-1 was started again")
             await serving(mesh, "decode-1", "kvmesh.v1.Engine")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(AWAY_S):
