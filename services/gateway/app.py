@@ -20,8 +20,10 @@ from services.gateway.fairqueue import FairQueue
 from services.gateway.fleet import Fleet
 from services.gateway.flights import Flights
 from services.gateway.flights.view import SharedGenerations
+from services.gateway.front import Front
 from services.gateway.generation import RequestSettings
 from services.gateway.heals import Heals
+from services.gateway.limits.contract import NoLimits
 from services.gateway.link import WorkerLink
 from services.gateway.placement import Placer
 from services.gateway.prepare import Preparer, Rules
@@ -97,7 +99,7 @@ class Gateway:
         self.redis = _redis(settings)
         flight_store = FlightStore(self.redis, self.gateway_id) if self.redis is not None else None
         self.flights = Flights(flight_store, context.tasks)
-        servicer = InferenceServicer(
+        self.front = Front(
             credentials=Credentials(settings.credentials_file),
             preparer=Preparer(self.fleet, self.tokenizers, rules),
             rules=rules,
@@ -107,6 +109,7 @@ class Gateway:
             routers=self.routers,
             heals=self.heals,
             fleet=self.fleet,
+            limiter=NoLimits(),
             flights=SharedGenerations(self.flights, settings.total_limit_s),
             shadows=Shadows(
                 placer=self.placer,
@@ -119,7 +122,7 @@ class Gateway:
         )
         context.server.add(
             inference_pb2_grpc.add_InferenceServicer_to_server,
-            servicer,
+            InferenceServicer(self.front),
             access=Access.PUBLIC,
             while_draining=["Abort"],
         )

@@ -15,6 +15,7 @@ from kvmesh.rpc.status import row
 from services.gateway.chains import Kind, PromptNames
 from services.gateway.output import worker_sampling
 from services.gateway.routers import Replica
+from services.gateway.speech.reader import MakeReader
 from services.gateway.tokenizers import ModelTokenizer
 
 
@@ -65,6 +66,10 @@ class Job:
     session_id: str = ""
     priority: int = 0
     """Higher goes first on workers; what nobody waits for has less than 0."""
+    reader: MakeReader | None = None
+    """Makes a reader of the output; None = it is plain text."""
+    context_digest: bytes = b""
+    """Of what shapes the prompt or its reading beside the messages."""
 
     async def retarget(self, model: str) -> None:
         """Become the same request for `model`, under the name it was asked by: what is remembered is found by that.
@@ -76,6 +81,7 @@ class Job:
         other = await self.remake(model)
         self.served, self.fingerprint, self.tokenizer = other.served, other.fingerprint, other.tokenizer
         self.token_ids, self.sampling = other.token_ids, other.sampling
+        self.reader, self.context_digest = other.reader, other.context_digest
 
     @property
     def unified_only(self) -> bool:
@@ -134,6 +140,7 @@ class Job:
             pinned_tokenizer=self.fingerprint if pinned_revision else "",
             tokenized_for=self.served,
             tokenizer_fingerprint=self.fingerprint,
+            context_digest=self.context_digest,
         )
         self.prompt.fill(request, self.token_ids, request.cache_salt, kinds)
         return request

@@ -13,8 +13,10 @@ from kvmesh.rpc.limits import Deadline, RequestLimits
 from kvmesh.telemetry import names, tracing
 from services.gateway import validate
 from services.gateway.fleet import Fleet
+from services.gateway.grammars import GrammarCheck, NoGrammars
 from services.gateway.job import Job
 from services.gateway.registry import new_id
+from services.gateway.speech.shape import Shape, shape
 from services.gateway.tokenizers import ModelTokenizer, TokenizerStore
 
 _CACHE_STRENGTH = (pb.CACHE_MODE_OFF, pb.CACHE_MODE_EXACT, pb.CACHE_MODE_SEMANTIC)
@@ -56,10 +58,13 @@ def cache_mode(given: pb.CacheMode.ValueType, policy: Policy, *, user: str = "")
 class Preparer:
     """Makes jobs. Raises InvalidArgument by field, NotFound, PermissionDenied, Unavailable, TooLarge."""
 
-    def __init__(self, fleet: Fleet, tokenizers: TokenizerStore, rules: Rules) -> None:
+    def __init__(
+        self, fleet: Fleet, tokenizers: TokenizerStore, rules: Rules, grammars: GrammarCheck | None = None
+    ) -> None:
         self._fleet = fleet
         self._tokenizers = tokenizers
         self._rules = rules
+        self._grammars = grammars or NoGrammars()
 
     def check(self, request: pb.GenerateRequest | pb.ChatRequest, principal: Principal) -> None:
         """What can be said of a request before anything is spent on it."""
@@ -96,11 +101,15 @@ class Preparer:
         if isinstance(request, pb.GenerateRequest) and request.WhichOneof("prompt") == "tokens":
             # Before they are copied: a message has room for millions.
             validate.check_prompt_length(len(request.tokens.ids), bounds)
+        shaped = shape(request, tokenizer) if isinstance(request, pb.ChatRequest) else None
         with tracing.span(names.SPAN_GATEWAY_TOKENIZE):
-            token_ids = await self._tokenize(request, tokenizer)
-        chat = isinstance(request, pb.ChatRequest)
-        validate.check_token_ids(token_ids, bounds, field="messages" if chat else "prompt")
+            token_ids = await self._tokenize(request, shaped, tokenizer)
+        validate.check_token_ids(token_ids, bounds, field="prompt" if shaped is None else "messages")
         sampling = validate.effective_sampling(request.sampling, len(token_ids), bounds)
+        if shaped is not None and shaped.grammar is not None:
+            sampling.grammar.CopyFrom(shaped.grammar)
+        if sampling.HasField("grammar"):
+            await self._grammars.check(sampling.grammar, tokenizer)
         cache = cache_mode(request.cache, principal.policy, user=request.user)
         if sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs"):
             # Remembered answers hold no log-probabilities.
@@ -123,10 +132,13 @@ class Preparer:
             user=request.user,
             session_id=request.session_id,
             cache_salt=request.cache_salt,
+            priority=principal.policy.priority,
             messages=request.messages if isinstance(request, pb.ChatRequest) else (),
             prompt_text="" if isinstance(request, pb.ChatRequest) else request.text,
             remake=lambda model: self.job(request, principal, request_id, limits, served=model),
             default_length=not request.sampling.HasField("max_tokens"),
+            reader=shaped.reader if shaped is not None else None,
+            context_digest=shaped.digest if shaped is not None else b"",
         )
 
     def _worker(self, model: str) -> engine_pb2.WorkerInfo:
@@ -137,10 +149,38 @@ class Preparer:
             raise Unavailable("no worker is known yet", retry_after=1.0)
         raise NotFound(f"no worker serves model {model!r}", details={"field": "model"})
 
-    async def _tokenize(self, request: pb.GenerateRequest | pb.ChatRequest, tokenizer: ModelTokenizer) -> list[int]:
+    async def tokens(self, request: pb.TokenizeRequest, principal: Principal) -> pb.TokenizeResponse:
+        """What a text or a conversation becomes."""
+        validate.check_model(request.model)
+        principal.policy.check_model(request.model)
+        inner: pb.GenerateRequest | pb.ChatRequest
+        if request.WhichOneof("prompt") == "chat":
+            inner = request.chat
+            validate.check_messages(inner.messages, self._rules.max_prompt_bytes)
+        elif request.WhichOneof("prompt") == "text":
+            inner = pb.GenerateRequest(text=request.text)
+            validate.check_prompt_text(inner.text, self._rules.max_prompt_bytes)
+        else:
+            raise validate.bad("prompt", "is required")
+        info = self._worker(request.model)
+        tokenizer = await self._tokenizers.get(info)
+        shaped = shape(inner, tokenizer) if isinstance(inner, pb.ChatRequest) else None
+        token_ids = await self._tokenize(inner, shaped, tokenizer)
+        return pb.TokenizeResponse(
+            model=info.model,
+            token_ids=token_ids,
+            tokens=[tokenizer.raw_bytes(token_id) for token_id in token_ids],
+            max_model_len=self._fleet.context(info.model),
+        )
+
+    async def _tokenize(
+        self, request: pb.GenerateRequest | pb.ChatRequest, shaped: Shape | None, tokenizer: ModelTokenizer
+    ) -> list[int]:
         if isinstance(request, pb.ChatRequest):
-            pairs = [(message.role, message.content) for message in request.messages]
-            return await tokenizer.encode_chat(pairs, self._rules.max_prompt_bytes)
+            assert shaped is not None
+            return await tokenizer.encode_chat(
+                shaped.messages, self._rules.max_prompt_bytes, tools=shaped.tools, variables=shaped.variables
+            )
         if request.WhichOneof("prompt") == "tokens":
             return list(request.tokens.ids)
         return await tokenizer.encode_raw(request.text)

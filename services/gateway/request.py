@@ -15,13 +15,16 @@ from typing import Protocol
 from kvmesh.errors import Cancelled, Internal, KvmeshError
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
+from kvmesh.rpc.status import row
 from services.gateway import events, replay
 from services.gateway.generation import End, Generation, RequestSettings, Sink, SinkClosed, Timers, out_of_time
 from services.gateway.heals import Heals
 from services.gateway.job import Job, Progress
+from services.gateway.limits.contract import Hold, NoHold
 from services.gateway.observe import Observer
 from services.gateway.placement import Decision, Placer
 from services.gateway.routers import Replica, Routers
+from services.gateway.speech.reader import Reader
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +114,9 @@ class Request:
         self._progress = Progress()
         self._observer: Observer | None = None
         self._usage = pb.Usage()
+        self._hold: Hold = NoHold()
+        self._reader: Reader | None = None
+        self._spoken = 0
         self.error: KvmeshError | None = None
 
     # --- ending from elsewhere
@@ -160,14 +166,19 @@ class Request:
     async def delta(self, event: pb.Delta) -> None:
         """See Sink."""
         self._first_token = self._first_token or bool(event.token_ids)
-        await self._send(events.delta(event))
+        count = len(event.token_ids)
+        self._spoken += count
+        await self._send(events.delta(event if self._reader is None else self._reader.read(event)))
         if self._observer is not None:
-            self._observer.tokens(event.choice, len(event.token_ids), self._loop.time())
+            self._observer.tokens(event.choice, count, self._loop.time())
+        self._hold.used(self._spoken)
 
     # --- the life
-    async def run(self, job: Job, observer: Observer) -> None:
+    async def run(self, job: Job, observer: Observer, hold: Hold | None = None) -> None:
         """Serve the job to its end. Raises KvmeshError only before acceptance; later errors are terminal events."""
         self._observer = observer
+        self._hold = hold or NoHold()
+        self._reader = job.reader() if job.reader is not None else None
         self._usage = pb.Usage(prompt_tokens=len(job.token_ids))
         self._timers = Timers(job.limits, self._expire)
         try:
@@ -177,6 +188,7 @@ class Request:
                     raise self.error
                 await self._finish(end)
                 observer.finished(end.usage, end.finish_reasons)
+                self._hold.settle(end.usage, end.served, 0)
             except KvmeshError as error:
                 raise self.error or error from None
             except (asyncio.CancelledError, ClientGone):
@@ -188,6 +200,8 @@ class Request:
         except KvmeshError as error:
             await self._fail(error)
         finally:
+            # Settled above where it went well.
+            self._hold.settle(self._tokens(), None, row(self.error or Cancelled).code.value[0])
             self.close()
             observer.ended(self._loop.time())
 

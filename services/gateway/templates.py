@@ -61,6 +61,12 @@ def _environment() -> _Sandbox:
     return environment
 
 
+class _Marks:
+    """How many cuts were made."""
+
+    count = 0
+
+
 class ChatTemplate:
     """One compiled chat template.
 
@@ -81,22 +87,39 @@ class ChatTemplate:
         self._controls = re.compile(f"(?={starts})(.)", re.DOTALL) if controls else None
         self._variables = dict(variables)
 
-    def render(self, messages: Sequence[tuple[str, str]], *, max_chars: int) -> list[str]:
-        """Render (role, content) pairs, the assistant's header appended.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_chars: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Render messages, the assistant's header appended.
 
         Returns the text in pieces to be tokenized one by one; there is more than one only where a message holds the
         text of a control token. InvalidArgument when the template refuses the messages, TooLarge over `max_chars`.
         """
         cut = f"\ufdd0{secrets.token_hex(8)}\ufdd1"
-        cuts = 0
-        prepared = []
-        for role, content in messages:
-            role, first = self._protect(role, cut)
-            content, second = self._protect(content, cut)
-            cuts += first + second
-            prepared.append({"role": role, "content": content})
-        text = self._run(prepared, max_chars + cuts * len(cut))
+        marks = _Marks()
+        prepared = [self._protect_all(message, cut, marks) for message in messages]
+        given_tools = self._protect_all(tools, cut, marks) if tools else None
+        extra = self._protect_all(variables or {}, cut, marks)
+        cuts = marks.count
+        text = self._run(prepared, given_tools, extra, max_chars + cuts * len(cut))
         return [piece for piece in text.split(cut) if piece] if cuts else [text]
+
+    def _protect_all(self, value: Any, cut: str, marks: _Marks) -> Any:
+        """The same for every string in it, names of fields included: tools come from users too."""
+        if isinstance(value, str):
+            text, count = self._protect(value, cut)
+            marks.count += count
+            return text
+        if isinstance(value, Mapping):
+            return {self._protect_all(k, cut, marks): self._protect_all(v, cut, marks) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._protect_all(item, cut, marks) for item in value]
+        return value
 
     def _protect(self, text: str, cut: str) -> tuple[str, int]:
         """Marks a cut inside every control token's text in what a user wrote.
@@ -108,11 +131,14 @@ class ChatTemplate:
             return text, 0
         return self._controls.subn(lambda start: start[1] + cut, text)
 
-    def _run(self, messages: list[dict[str, str]], max_chars: int) -> str:
+    def _run(self, messages: list[Any], tools: Any, variables: dict[str, Any], max_chars: int) -> str:
         pieces, size = [], 0
         try:
             for piece in self._template.generate(
-                **self._variables, messages=messages, tools=None, documents=None, add_generation_prompt=True
+                **{"documents": None, "add_generation_prompt": True}
+                | variables
+                | self._variables
+                | {"messages": messages, "tools": tools}
             ):
                 size += len(piece)
                 if size > max_chars:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tokenizers import decoders
 
@@ -88,17 +88,25 @@ class ModelTokenizer:
         bos = self.bundle.bos_token_id
         return [bos, *ids] if self.bundle.add_bos and bos is not None else ids
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]], max_bytes: int) -> list[int]:
-        """Tokens of (role, content) pairs in the model's chat format. FailedPrecondition for a model without one."""
-        if self._template is None:
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_bytes: int,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Tokens of messages in the model's chat format. FailedPrecondition for a model without one."""
+        template = self._template
+        if template is None:
             raise FailedPrecondition("the model has no chat template; use Generate")
         room = max_bytes + TEMPLATE_ROOM_CHARS
-        size = sum(len(role) + len(content) for role, content in messages)
-        return await self._encode(await _maybe_thread(size, lambda: self._render(messages, room)))
-
-    def _render(self, messages: Sequence[tuple[str, str]], room: int) -> list[str]:
-        assert self._template is not None
-        return self._template.render(messages, max_chars=room)
+        size = sum(len(str(value)) for message in messages for value in message.values()) + len(str(tools or ""))
+        return await self._encode(
+            await _maybe_thread(
+                size, lambda: template.render(messages, max_chars=room, tools=tools, variables=variables)
+            )
+        )
 
     async def _encode(self, pieces: Sequence[str]) -> list[int]:
         return await _maybe_thread(sum(map(len, pieces)), lambda: self._encode_now(pieces))

@@ -27,6 +27,7 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
+MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_TTFT_MS = 3_600_000
 MAX_TOTAL_MS = 86_400_000
 
@@ -152,10 +153,21 @@ def effective_sampling(given: pb.SamplingParams, prompt_tokens: int, bounds: Bou
     highest = min(bounds.max_choices, MAX_CHOICES)
     out.n = _count(given, "n", 1, 1, highest)
     out.best_of = _count(given, "best_of", out.n, out.n, highest)
+    if given.HasField("grammar"):
+        out.grammar.CopyFrom(_grammar(given.grammar))
     for name in ("logprobs", "prompt_logprobs"):
         if given.HasField(name):
             setattr(out, name, _count(given, name, 0, 0, MAX_LOGPROBS))
     return out
+
+
+def _grammar(given: pb.Grammar) -> pb.Grammar:
+    kind = given.WhichOneof("kind")
+    if kind is None or (kind == "json_object" and not given.json_object):
+        raise bad("grammar", "names none")
+    if given.ByteSize() > MAX_GRAMMAR_BYTES:
+        raise bad("grammar", f"is larger than {MAX_GRAMMAR_BYTES} bytes")
+    return given
 
 
 def _max_tokens(given: pb.SamplingParams, prompt_tokens: int, bounds: Bounds) -> int:

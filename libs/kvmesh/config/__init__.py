@@ -1,10 +1,10 @@
 """Typed settings: one schema a service, filled from flags, environment, a TOML file and defaults, in that order."""
 
 from kvmesh.config.base import MIB, ServiceSettings
+from kvmesh.config.gateway import GatewaySettings, JwtSettings, LimitSettings
 from kvmesh.config.load import ConfigError, build_settings, load_settings
 from kvmesh.config.services import (
     DecodeSettings,
-    GatewaySettings,
     KvTransferSettings,
     PrefillSettings,
     RouterSettings,
@@ -17,7 +17,9 @@ __all__ = [
     "ConfigError",
     "DecodeSettings",
     "GatewaySettings",
+    "JwtSettings",
     "KvTransferSettings",
+    "LimitSettings",
     "PrefillSettings",
     "RouterSettings",
     "SemanticRule",

@@ -75,6 +75,7 @@ class Policy(BaseModel):
     models: tuple[str, ...] = Field(default=("*",), description='Models that may be used; "*" = all.')
     max_tokens: int = Field(default=0, ge=0, description="Generated tokens per request; 0 = no limit.")
     max_concurrent: int = Field(default=0, ge=0, description="Requests at a time; 0 = no limit.")
+    priority: int = Field(default=0, ge=-100, le=100, description="Higher goes first when workers are full.")
 
     def allows(self, model: str) -> bool:
         """True when the tenant may use `model`."""

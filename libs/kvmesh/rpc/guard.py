@@ -215,6 +215,10 @@ def _set(code: list[str] | None, value: Any) -> None:
         code[0] = value.name if isinstance(value, grpc.StatusCode) else status.code_name(value)
 
 
+async def _unimplemented(request: Any, context: ServicerContext) -> None:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not have this method")
+
+
 def wrap(handler: Handler, service: str, method: str, policy: Policy, state: ServerState) -> Handler:
     """The handler with its guard around it.
 
@@ -222,6 +226,9 @@ def wrap(handler: Handler, service: str, method: str, policy: Policy, state: Ser
     """
     h: Any = handler
     behaviour = h.unary_unary or h.unary_stream or h.stream_unary or h.stream_stream
+    if getattr(behaviour, "__module__", "").endswith("_pb2_grpc"):
+        # Generated code's placeholder for a method that the servicer does not have.
+        behaviour = _unimplemented
     generator = inspect.isasyncgenfunction(behaviour)
     if not (generator or inspect.iscoroutinefunction(behaviour)):
         raise TypeError(f"{service}/{method}: a handler is a coroutine or an async generator function")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from kvmesh.config import (
     ConfigError,
@@ -46,9 +47,15 @@ def test_help_documents_every_setting(cls: type[ServiceSettings], capsys) -> Non
     assert stop.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     for name, info in cls.model_fields.items():
-        if name != "tls":
-            assert f"--{name.replace('_', '-')}" in text
-            assert " ".join(str(info.description).split()) in text
+        group = info.annotation
+        if isinstance(group, type) and issubclass(group, BaseModel):
+            assert " ".join((group.__doc__ or "").replace("`", "").split()) in text.replace("`", "")
+            nested = {f"{name}.{inner}": found for inner, found in group.model_fields.items()}
+        else:
+            nested = {name: info}
+        for flag, found in nested.items():
+            assert f"--{flag.replace('_', '-')}" in text
+            assert " ".join(str(found.description).split()) in text
     assert "--tls.require-client-cert" in text
 
 

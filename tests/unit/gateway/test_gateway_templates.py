@@ -38,7 +38,7 @@ def as_messages(pairs: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def encode(pairs: list[tuple[str, str]]) -> list[int]:
-    return asyncio.run(smollm().encode_chat(pairs, 1 << 20))
+    return asyncio.run(smollm().encode_chat(as_messages(pairs), 1 << 20))
 
 
 conversations = st.lists(
@@ -61,7 +61,7 @@ def test_renders_what_transformers_renders() -> None:
     template = ChatTemplate(source, special=[IM_END], variables={})
     pairs = [("user", "What is the capital of France?")]
     expected = reference().apply_chat_template(as_messages(pairs), add_generation_prompt=True, tokenize=False)
-    assert template.render(pairs, max_chars=10_000) == [expected]
+    assert template.render(as_messages(pairs), max_chars=10_000) == [expected]
 
 
 ATTACKS = [
@@ -89,18 +89,20 @@ def test_users_cannot_write_control_tokens(content: str, place: str) -> None:
 
 def test_without_attack_nothing_is_split() -> None:
     template = ChatTemplate(CHATML_TEMPLATE, special=["<|im_start|>", IM_END], variables={})
-    assert len(template.render([("user", "<|im_ no control <|")], max_chars=1000)) == 1
+    assert len(template.render([{"role": "user", "content": "<|im_ no control <|"}], max_chars=1000)) == 1
 
 
 def test_overlapping_control_tokens_are_all_cut() -> None:
     template = ChatTemplate("{{ messages[0]['content'] }}", special=["<<a>>", "a>>x"], variables={})
-    pieces = template.render([("user", "<<a>>x")], max_chars=100)
+    pieces = template.render([{"role": "user", "content": "<<a>>x"}], max_chars=100)
     assert "".join(pieces) == "<<a>>x"
     assert not any(control in piece for piece in pieces for control in ("<<a>>", "a>>x"))
 
 
 def run_template(source: str, **kwargs: Any) -> str:
-    return "".join(ChatTemplate(source, special=(), variables=kwargs).render([("user", "hi")], max_chars=1000))
+    return "".join(
+        ChatTemplate(source, special=(), variables=kwargs).render([{"role": "user", "content": "hi"}], max_chars=1000)
+    )
 
 
 def test_what_templates_of_the_ecosystem_use() -> None:

@@ -42,6 +42,9 @@ BAD: list[tuple[str, Any]] = [
     ("logprobs", 21),
     ("prompt_logprobs", 21),
     ("min_tokens", 91),
+    ("grammar", pb.Grammar()),
+    ("grammar", pb.Grammar(json_object=False)),
+    ("grammar", pb.Grammar(regex="x" * (64 << 10))),
 ]
 
 
@@ -70,6 +73,7 @@ GOOD: list[tuple[str, Any]] = [
     *(("seed", value) for value in (0, 2**64 - 1)),
     *(("max_tokens", value) for value in (1, 90)),
     ("min_tokens", 90),
+    ("grammar", pb.Grammar(regex="a+")),
     ("ignore_eos", True),
     ("stop_token_ids", [0, 999]),
     ("stop", ["é" * 128]),

@@ -97,6 +97,7 @@ class WorkerInfo(_message.Message):
     TP_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    GRAMMARS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name (host and role); the same after a restart."""
     incarnation: _builtins.int
@@ -128,6 +129,8 @@ class WorkerInfo(_message.Message):
     """Ranks (processes) that share each layer; 0 is 1."""
     speculation: _builtins.str
     """Method of speculation and its draft, "" for none: prefill and decode of a pair agree on it."""
+    grammars: _builtins.str
+    """Library and version that compile grammars, such as "llguidance-1.9.1"; empty: it serves none."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -159,10 +162,11 @@ class WorkerInfo(_message.Message):
         tp: _builtins.int = ...,
         speculation: _builtins.str = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
+        grammars: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "architecture", b"architecture", "base_seed", b"base_seed", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "kvtransfer_address", b"kvtransfer_address", "layout_fingerprint", b"layout_fingerprint", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "page_size", b"page_size", "revision", b"revision", "role", b"role", "speculation", b"speculation", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "total_pages", b"total_pages", "tp", b"tp", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "architecture", b"architecture", "base_seed", b"base_seed", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "grammars", b"grammars", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "kvtransfer_address", b"kvtransfer_address", "layout_fingerprint", b"layout_fingerprint", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "page_size", b"page_size", "revision", b"revision", "role", b"role", "speculation", b"speculation", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "total_pages", b"total_pages", "tp", b"tp", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -63,6 +63,16 @@ class InferenceStub:
                 request_serializer=kvmesh_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/kvmesh.v1.Inference/Embed',
+                request_serializer=kvmesh_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/kvmesh.v1.Inference/Tokenize',
+                request_serializer=kvmesh_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -106,6 +116,20 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Embed gives the vectors of texts, by the embedder that routers run for the semantic cache.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Tokenize tells the tokens that a text or a conversation becomes; nothing runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -133,6 +157,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=kvmesh_dot_v1_dot_inference__pb2.GetModelRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_inference__pb2.GetModelResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=kvmesh_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=kvmesh_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -273,6 +307,60 @@ class Inference:
             '/kvmesh.v1.Inference/GetModel',
             kvmesh_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
             kvmesh_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Inference/Embed',
+            kvmesh_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            kvmesh_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Inference/Tokenize',
+            kvmesh_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            kvmesh_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

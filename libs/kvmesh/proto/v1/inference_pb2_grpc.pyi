@@ -53,6 +53,10 @@ class InferenceStub:
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     """GetModel answers NOT_FOUND for a model that no worker serves."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """Embed gives the vectors of texts, by the embedder that routers run for the semantic cache."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
+    """Tokenize tells the tokens that a text or a conversation becomes; nothing runs."""
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -73,6 +77,10 @@ class InferenceAsyncStub(InferenceStub):
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]  # type: ignore[assignment]
     """GetModel answers NOT_FOUND for a model that no worker serves."""
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Embed gives the vectors of texts, by the embedder that routers run for the semantic cache."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Tokenize tells the tokens that a text or a conversation becomes; nothing runs."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     """Inference serves text generation. Authentication: metadata `authorization: Bearer <key>`; the tenant comes from the
@@ -120,5 +128,21 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetModelResponse, _abc.Awaitable[_inference_pb2.GetModelResponse]]:
         """GetModel answers NOT_FOUND for a model that no worker serves."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
+        """Embed gives the vectors of texts, by the embedder that routers run for the semantic cache."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _inference_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.TokenizeResponse, _abc.Awaitable[_inference_pb2.TokenizeResponse]]:
+        """Tokenize tells the tokens that a text or a conversation becomes; nothing runs."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

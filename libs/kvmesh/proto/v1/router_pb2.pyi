@@ -59,6 +59,7 @@ class RouteRequest(_message.Message):
     CHAINS_INCOMPLETE_FIELD_NUMBER: _builtins.int
     TOKENIZED_FOR_FIELD_NUMBER: _builtins.int
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    CONTEXT_DIGEST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     gateway_id: _builtins.str
     model: _builtins.str
@@ -93,6 +94,10 @@ class RouteRequest(_message.Message):
     one of another tokenizer, the response names that model and holds no decision: ask again with its prompt.
     """
     tokenizer_fingerprint: _builtins.str
+    context_digest: _builtins.bytes
+    """Digest of what shapes a chat's prompt or its reading beside the messages (tools, tool choice, template variables);
+    empty: nothing does. Answers are shared only where it is equal.
+    """
     @_builtins.property
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -144,10 +149,11 @@ class RouteRequest(_message.Message):
         chains_incomplete: _builtins.bool = ...,
         tokenized_for: _builtins.str = ...,
         tokenizer_fingerprint: _builtins.str = ...,
+        context_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tau", b"_tau", "cache_control", b"cache_control", "sampling", b"sampling", "tau", b"tau"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tau", b"_tau", "cache", b"cache", "cache_control", b"cache_control", "cache_salt", b"cache_salt", "chains", b"chains", "chains_incomplete", b"chains_incomplete", "client_request_id", b"client_request_id", "exclude_workers", b"exclude_workers", "gateway_id", b"gateway_id", "messages", b"messages", "model", b"model", "no_flight", b"no_flight", "pinned_revision", b"pinned_revision", "pinned_tokenizer", b"pinned_tokenizer", "priority", b"priority", "prompt_digest", b"prompt_digest", "prompt_text", b"prompt_text", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "tau", b"tau", "token_ids", b"token_ids", "tokenized_for", b"tokenized_for", "tokenizer_fingerprint", b"tokenizer_fingerprint", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tau", b"_tau", "cache", b"cache", "cache_control", b"cache_control", "cache_salt", b"cache_salt", "chains", b"chains", "chains_incomplete", b"chains_incomplete", "client_request_id", b"client_request_id", "context_digest", b"context_digest", "exclude_workers", b"exclude_workers", "gateway_id", b"gateway_id", "messages", b"messages", "model", b"model", "no_flight", b"no_flight", "pinned_revision", b"pinned_revision", "pinned_tokenizer", b"pinned_tokenizer", "priority", b"priority", "prompt_digest", b"prompt_digest", "prompt_text", b"prompt_text", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "tau", b"tau", "token_ids", b"token_ids", "tokenized_for", b"tokenized_for", "tokenizer_fingerprint", b"tokenizer_fingerprint", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tau: _TypeAlias = _typing.Literal["tau"]  # noqa: Y015
     _WhichOneofArgType__tau: _TypeAlias = _typing.Literal["_tau", b"_tau"]  # noqa: Y015
@@ -673,8 +679,11 @@ class WatchResponse(_message.Message):
     REMOVED_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     ALIASES_FIELD_NUMBER: _builtins.int
+    EMBEDDER_FIELD_NUMBER: _builtins.int
     snapshot: _builtins.bool
     """True when `workers` is the whole fleet (always so in the first message)."""
+    embedder: _builtins.str
+    """With a snapshot: id under which the router's embedder serves EmbedTexts; empty: it serves none."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -699,10 +708,11 @@ class WatchResponse(_message.Message):
         removed: _abc.Iterable[_builtins.str] | None = ...,
         cache: Global___CacheStatus | None = ...,
         aliases: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        embedder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "cache", b"cache", "removed", b"removed", "snapshot", b"snapshot", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "cache", b"cache", "embedder", b"embedder", "removed", b"removed", "snapshot", b"snapshot", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -960,3 +970,58 @@ class ReportShadowResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportShadowResponse: _TypeAlias = ReportShadowResponse  # noqa: Y015
+
+@_typing.final
+class EmbedTextsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Empty: the router's own."""
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """1 to 256, none empty."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedTextsRequest: _TypeAlias = EmbedTextsRequest  # noqa: Y015
+
+@_typing.final
+class EmbedTextsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    prompt_tokens: _builtins.int
+    """Tokens of all texts, as the embedder counts them."""
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.Embedding]:
+        """One per text, in order, of unit length."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        embeddings: _abc.Iterable[_inference_pb2.Embedding] | None = ...,
+        prompt_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedTextsResponse: _TypeAlias = EmbedTextsResponse  # noqa: Y015

@@ -60,6 +60,11 @@ class RouterStub:
                 request_serializer=kvmesh_dot_v1_dot_router__pb2.ReportShadowRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_router__pb2.ReportShadowResponse.FromString,
                 _registered_method=True)
+        self.EmbedTexts = channel.unary_unary(
+                '/kvmesh.v1.Router/EmbedTexts',
+                request_serializer=kvmesh_dot_v1_dot_router__pb2.EmbedTextsRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_router__pb2.EmbedTextsResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -102,6 +107,14 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EmbedTexts(self, request, context):
+        """EmbedTexts gives the vectors of texts by the router's own embedder, batched with what the semantic cache asks of it.
+        FAILED_PRECONDITION when it runs none, NOT_FOUND for another model than its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +142,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.ReportShadow,
                     request_deserializer=kvmesh_dot_v1_dot_router__pb2.ReportShadowRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_router__pb2.ReportShadowResponse.SerializeToString,
+            ),
+            'EmbedTexts': grpc.unary_unary_rpc_method_handler(
+                    servicer.EmbedTexts,
+                    request_deserializer=kvmesh_dot_v1_dot_router__pb2.EmbedTextsRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_router__pb2.EmbedTextsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +284,33 @@ class Router:
             '/kvmesh.v1.Router/ReportShadow',
             kvmesh_dot_v1_dot_router__pb2.ReportShadowRequest.SerializeToString,
             kvmesh_dot_v1_dot_router__pb2.ReportShadowResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EmbedTexts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Router/EmbedTexts',
+            kvmesh_dot_v1_dot_router__pb2.EmbedTextsRequest.SerializeToString,
+            kvmesh_dot_v1_dot_router__pb2.EmbedTextsResponse.FromString,
             options,
             channel_credentials,
             insecure,

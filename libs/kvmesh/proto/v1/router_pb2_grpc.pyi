@@ -46,6 +46,10 @@ class RouterStub:
     """
     ReportShadow: _grpc.UnaryUnaryMultiCallable[_router_pb2.ReportShadowRequest, _router_pb2.ReportShadowResponse]
     """ReportShadow brings the answer to a shadowed hit; the router judges whether the hit was right."""
+    EmbedTexts: _grpc.UnaryUnaryMultiCallable[_router_pb2.EmbedTextsRequest, _router_pb2.EmbedTextsResponse]
+    """EmbedTexts gives the vectors of texts by the router's own embedder, batched with what the semantic cache asks of it.
+    FAILED_PRECONDITION when it runs none, NOT_FOUND for another model than its own.
+    """
 
 @_typing.type_check_only
 class RouterAsyncStub(RouterStub):
@@ -64,6 +68,10 @@ class RouterAsyncStub(RouterStub):
     """
     ReportShadow: _aio.UnaryUnaryMultiCallable[_router_pb2.ReportShadowRequest, _router_pb2.ReportShadowResponse]  # type: ignore[assignment]
     """ReportShadow brings the answer to a shadowed hit; the router judges whether the hit was right."""
+    EmbedTexts: _aio.UnaryUnaryMultiCallable[_router_pb2.EmbedTextsRequest, _router_pb2.EmbedTextsResponse]  # type: ignore[assignment]
+    """EmbedTexts gives the vectors of texts by the router's own embedder, batched with what the semantic cache asks of it.
+    FAILED_PRECONDITION when it runs none, NOT_FOUND for another model than its own.
+    """
 
 class RouterServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -109,5 +117,15 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ReportShadowResponse, _abc.Awaitable[_router_pb2.ReportShadowResponse]]:
         """ReportShadow brings the answer to a shadowed hit; the router judges whether the hit was right."""
+
+    @_abc_1.abstractmethod
+    def EmbedTexts(
+        self,
+        request: _router_pb2.EmbedTextsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.EmbedTextsResponse, _abc.Awaitable[_router_pb2.EmbedTextsResponse]]:
+        """EmbedTexts gives the vectors of texts by the router's own embedder, batched with what the semantic cache asks of it.
+        FAILED_PRECONDITION when it runs none, NOT_FOUND for another model than its own.
+        """
 
 def add_RouterServicer_to_server(servicer: RouterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,156 @@
+"""One request from any face: gRPC, HTTP, KServe. Faces translate; what they share is here.
+
+A face authenticates (`credentials`), makes a `Caller` of its connection and calls `run`: it raises KvmeshError before
+acceptance, and afterwards every end is a terminal event that the caller was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from kvmesh.errors import Cancelled, DeadlineExceeded, KvmeshError, NotFound
+from kvmesh.proto.v1 import inference_pb2 as pb
+from kvmesh.rpc.credentials import Credentials, Principal
+from kvmesh.rpc.limits import RequestLimits
+from kvmesh.telemetry import names, tracing
+from services.gateway import validate
+from services.gateway.fleet import Fleet
+from services.gateway.generation import RequestSettings
+from services.gateway.heals import Heals
+from services.gateway.limits.contract import Limiter, LimitState
+from services.gateway.observe import Observer
+from services.gateway.placement import Placer
+from services.gateway.prepare import Preparer, Rules, request_limits
+from services.gateway.registry import Registry
+from services.gateway.request import ClientGone, Flights, Request, Shadows
+from services.gateway.routers import Routers
+
+T = TypeVar("T")
+
+
+class Caller(Protocol):
+    """A face's end of one call. All of it is called from the task that called `Front.run`."""
+
+    def admitted(self, state: LimitState) -> None:
+        """The tenant's limits let it in; before anything is sent."""
+
+    async def waiting(self) -> None:
+        """Nothing to send for a while: tell the client that it is being waited for."""
+
+    async def send(self, event: pb.GenerateEvent) -> None:
+        """An event of the stream; an awaited write is back pressure. What it raises means that the client is gone."""
+
+    def trailing(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Metadata that ends the call; before the terminal event is sent."""
+
+
+@dataclass(slots=True)
+class Front:
+    """The parts that a request passes."""
+
+    credentials: Credentials
+    preparer: Preparer
+    rules: Rules
+    request_settings: RequestSettings
+    registry: Registry
+    placer: Placer
+    routers: Routers
+    heals: Heals
+    fleet: Fleet
+    limiter: Limiter
+    flights: Flights | None = None
+    shadows: Shadows | None = None
+
+    async def run(
+        self,
+        principal: Principal,
+        request: pb.GenerateRequest | pb.ChatRequest,
+        caller: Caller,
+        *,
+        request_id: str,
+        remaining_s: float | None = None,
+    ) -> None:
+        """Serve it to its end. `request_id`: the client's own or a fresh one. `remaining_s`: of the call's deadline."""
+        operation = "chat" if isinstance(request, pb.ChatRequest) else "text_completion"
+        self.preparer.check(request, principal)
+        limits = request_limits(request.limits, self.rules, remaining_s)
+
+        async def send(event: pb.GenerateEvent) -> None:
+            try:
+                await caller.send(event)
+            except Exception as exc:
+                raise ClientGone from exc
+
+        running = Request(
+            self.request_settings,
+            placer=self.placer,
+            routers=self.routers,
+            heals=self.heals,
+            send=send,
+            send_metadata=caller.waiting,
+            set_trailing=caller.trailing,
+            flights=self.flights,
+            shadows=self.shadows,
+        )
+        attributes = {
+            names.GEN_AI_OPERATION_NAME: operation,
+            names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
+            names.GEN_AI_REQUEST_MODEL: request.model,
+            names.ATTR_REQUEST_ID: request_id,
+            names.ATTR_TENANT: principal.tenant,
+        }
+        with self.registry.hold(principal, request_id, running):
+            try:
+                with tracing.span(names.gen_ai_span(operation, request.model), attributes=attributes) as span:
+                    job = await _in_time(limits, self.preparer.job(request, principal, request_id, limits))
+                    span.set_attribute(names.GEN_AI_RESPONSE_MODEL, job.served)
+                    observer = Observer(span, operation, job.served, running.started)
+                    hold = await _in_time(limits, self.limiter.take(principal, job, running.stop))
+                    caller.admitted(hold.state)
+                    await running.run(job, observer, hold)
+            except ClientGone as exc:
+                raise Cancelled("the client left") from exc
+            finally:
+                running.close()
+
+    def abort(self, tenant: str, request_id: str) -> bool:
+        """End a request of this tenant that runs in this process; False when there is none of that id."""
+        if not request_id:
+            raise validate.bad("request_id", "is required")
+        validate.check_request_id(request_id)
+        return self.registry.stop(tenant, request_id, aborted())
+
+    def models(self, principal: Principal) -> list[pb.Model]:
+        """Models that the caller may use and workers serve."""
+        return [model for model in self.fleet.models() if principal.policy.allows(model.name)]
+
+    def model(self, principal: Principal, name: str) -> pb.Model:
+        """One model, by its name or an alias. NotFound when no worker serves it."""
+        if not name:
+            raise validate.bad("name", "is required")
+        validate.check_model(name)
+        principal.policy.check_model(name)
+        info = self.fleet.example(name)
+        for model in self.fleet.models():
+            if info is not None and model.name == info.model:
+                return model
+        raise NotFound(f"no worker serves model {name!r}", details={"field": "name"})
+
+
+def aborted() -> KvmeshError:
+    """How a request ends that its caller aborted."""
+    return Cancelled("the request was aborted by its caller")
+
+
+async def _in_time(limits: RequestLimits, work: Awaitable[T]) -> T:
+    """Preparing counts too: a tokenizer that takes long to load must not outlast the request's limits."""
+    try:
+        async with asyncio.timeout(limits.current(first_token_seen=False).timeout()):
+            return await work
+    except TimeoutError:
+        raise DeadlineExceeded(
+            "the limit (time to first token) ran out", details={"limit": "time to first token"}
+        ) from None

@@ -1,0 +1,76 @@
+"""What a request sees of its tenant's limits.
+
+Life: `take` once the prompt is counted and before anything is asked of a router or a worker; `used` while tokens come
+(never waits); `settle` once at the end, whatever the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmesh.errors import KvmeshError
+from kvmesh.proto.v1 import inference_pb2 as pb
+from kvmesh.rpc.credentials import Principal
+from services.gateway.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One rate limit as a client is told of it: how many a minute, how many are left, seconds until all are back."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LimitState:
+    """A tenant's rates just after its request was let in; None = no limit."""
+
+    requests: Window | None = None
+    tokens: Window | None = None
+
+
+class Hold(Protocol):
+    """What one request has taken."""
+
+    @property
+    def state(self) -> LimitState:
+        """The tenant's rates just after."""
+
+    def used(self, completion_tokens: int) -> None:
+        """Output so far, all choices together. More is taken in the background when the hold runs short; where that is
+        refused, the request's `stop` is called."""
+
+    def settle(self, usage: pb.Usage, served: pb.Served | None, code: int) -> None:
+        """The end: what was used is charged, the rest given back. Returns at once; idempotent. `code`: google.rpc.Code,
+        0 = it went well."""
+
+
+class Limiter(Protocol):
+    """Lets requests in. One for a gateway process."""
+
+    async def take(self, principal: Principal, job: Job, stop: Callable[[KvmeshError], None]) -> Hold:
+        """Raises Overloaded (with `retry_after`; details name the limit) or BudgetExceeded."""
+
+
+class NoHold:
+    """Of a tenant without limits."""
+
+    state = LimitState()
+
+    def used(self, completion_tokens: int) -> None:
+        """See Hold."""
+
+    def settle(self, usage: pb.Usage, served: pb.Served | None, code: int) -> None:
+        """See Hold."""
+
+
+class NoLimits:
+    """Lets everything in."""
+
+    async def take(self, principal: Principal, job: Job, stop: Callable[[KvmeshError], None]) -> Hold:
+        """See Limiter."""
+        return NoHold()
