@@ -95,7 +95,7 @@ def test_defaults_are_filled() -> None:
         field.name for field, _ in out.ListFields()
     }
     # Everything that has a default is there, so that a worker never has to know one.
-    assert absent == {"logprobs", "prompt_logprobs"}
+    assert absent == {"grammar", "logprobs", "prompt_logprobs"}
     assert (out.temperature, out.top_p, out.repetition_penalty) == (1.0, 1.0, 1.0)
     assert (out.n, out.best_of, out.max_tokens) == (1, 1, 90)
 
