@@ -683,7 +683,7 @@ class WatchResponse(_message.Message):
     snapshot: _builtins.bool
     """True when `workers` is the whole fleet (always so in the first message)."""
     embedder: _builtins.str
-    """With a snapshot: id under which the router's embedder serves EmbedTexts; empty: it serves none."""
+    """With every message: id under which the router's embedder serves EmbedTexts; empty: it serves none, or not yet."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
