@@ -64,6 +64,12 @@ class Overloaded(KvmeshError):
     reason = "OVERLOADED"
 
 
+class BudgetExceeded(KvmeshError):
+    """The tenant's budget is spent: no retry helps before the next period or a larger budget."""
+
+    reason = "BUDGET_EXCEEDED"
+
+
 class TooLarge(KvmeshError):
     """A message or prompt over a fixed limit: a retry is pointless."""
 

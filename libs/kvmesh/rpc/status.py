@@ -42,6 +42,7 @@ TABLE: dict[type[KvmeshError], Row] = {
     errors.Unauthenticated: Row(grpc.StatusCode.UNAUTHENTICATED, 401, False),
     errors.PermissionDenied: Row(grpc.StatusCode.PERMISSION_DENIED, 403, False),
     errors.Overloaded: Row(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, True),
+    errors.BudgetExceeded: Row(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, False),
     errors.TooLarge: Row(grpc.StatusCode.RESOURCE_EXHAUSTED, 413, False),
     errors.FailedPrecondition: Row(grpc.StatusCode.FAILED_PRECONDITION, 400, False),
     errors.NotCached: Row(grpc.StatusCode.FAILED_PRECONDITION, 400, False),

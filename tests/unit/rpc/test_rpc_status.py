@@ -96,6 +96,7 @@ def test_overload_always_says_when_to_come_back() -> None:
 def test_http_statuses_that_clients_know() -> None:
     expected = {
         errors.Overloaded: 429,
+        errors.BudgetExceeded: 429,
         errors.Unavailable: 503,
         errors.WorkerLost: 503,
         errors.DeadlineExceeded: 504,
