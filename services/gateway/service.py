@@ -53,7 +53,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         await self._run(request, context, lambda event: pb.ChatResponse(event=event))
 
     async def _run(self, request: pb.GenerateRequest | pb.ChatRequest, context: ServicerContext, wrap: Wrap) -> None:
-        principal = self._front.credentials.authenticate(context)
+        principal = await self._front.credentials.authenticate_call(context)
         await self._front.run(
             principal,
             request,
@@ -64,24 +64,25 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: ServicerContext) -> pb.AbortResponse:
         """End a running request of the same tenant."""
-        principal = self._front.credentials.authenticate(context)
+        principal = await self._front.credentials.authenticate_call(context)
         return pb.AbortResponse(found=self._front.abort(principal.tenant, request.request_id))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: ServicerContext) -> pb.ListModelsResponse:
         """Models that the caller may use and workers serve."""
-        return pb.ListModelsResponse(models=self._front.models(self._front.credentials.authenticate(context)))
+        principal = await self._front.credentials.authenticate_call(context)
+        return pb.ListModelsResponse(models=self._front.models(principal))
 
     async def GetModel(self, request: pb.GetModelRequest, context: ServicerContext) -> pb.GetModelResponse:
         """One model, by its name or an alias."""
-        principal = self._front.credentials.authenticate(context)
+        principal = await self._front.credentials.authenticate_call(context)
         return pb.GetModelResponse(model=self._front.model(principal, request.name))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: ServicerContext) -> pb.TokenizeResponse:
         """The tokens of a text or a conversation."""
-        principal = self._front.credentials.authenticate(context)
+        principal = await self._front.credentials.authenticate_call(context)
         return await self._front.preparer.tokens(request, principal)
 
     async def Embed(self, request: pb.EmbedRequest, context: ServicerContext) -> pb.EmbedResponse:
         """The vectors of texts."""
-        self._front.credentials.authenticate(context)
+        await self._front.credentials.authenticate_call(context)
         raise FailedPrecondition("no embedder serves here")

@@ -1,8 +1,8 @@
 """Who calls at the public door: a credential → tenant and policy.
 
-A credential is, in this order: an API key of the reloadable file of hashed keys, an API key in Redis, a token (JWT) of an
-identity provider, or, where the call brings no `authorization` at all, the certificate that TLS verified. Policies are
-the file's, whatever the credential. Without any of the sources everybody is the tenant `local`.
+A credential is, in this order: an API key of the reloadable file of hashed keys, an API key in Redis, a token (JWT) of
+an identity provider, or, where the call brings no `authorization` at all, the certificate that TLS verified. Policies
+are the file's, whatever the credential. Without any of the sources everybody is the tenant `local`.
 
 TOML (or JSON of the same shape):
 

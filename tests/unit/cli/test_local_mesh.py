@@ -264,7 +264,7 @@ def test_a_new_key_is_a_record_that_can_be_pasted(tmp_path: Path, monkeypatch: p
     first, _, record = made.output.partition("\n")
     file = tmp_path / "keys.toml"
     file.write_text(record)
-    assert Credentials(file).lookup(first.rpartition(" ")[2]).tenant == "acme"
+    assert asyncio.run(Credentials(file).identify(f"Bearer {first.rpartition(' ')[2]}")).tenant == "acme"
     for bad in ('a"b', "a b", "", "x" * 129):
         assert CliRunner().invoke(app, ["key", bad]).exit_code == 2
 

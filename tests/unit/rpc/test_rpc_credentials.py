@@ -26,27 +26,27 @@ def test_keys_are_long_and_differ() -> None:
     assert all(key.startswith("kvm-") and len(key) > 40 for key in keys)
 
 
-def test_without_a_file_everybody_is_local() -> None:
+async def test_without_a_source_everybody_is_local() -> None:
     store = Credentials(None)
     assert store.open
     for header in (None, "", "Bearer whatever"):
-        principal = store.from_authorization(header)
+        principal = await store.identify(header)
         assert (principal.tenant, principal.policy.cache) == ("local", "semantic")
 
 
-def test_lookup_gives_tenant_and_policy(tmp_path: Path) -> None:
+async def test_lookup_gives_tenant_and_policy(tmp_path: Path) -> None:
     acme, other = new_key(), new_key()
     path = tmp_path / "keys.toml"
     policy = '\n[tenants.acme]\ncache = "exact"\ntau = 0.9\nmodels = ["m"]\nmax_tokens = 5\nmax_concurrent = 2\n'
     path.write_text(toml((acme, "acme"), (other, "other"), extra=policy))
     store = Credentials(path)
-    found = store.from_authorization(f"bearer  {acme} ")
+    found = await store.identify(f"bearer  {acme} ")
     assert (found.tenant, found.policy.cache, found.policy.tau) == ("acme", "exact", 0.9)
     assert (found.policy.max_tokens, found.policy.max_concurrent) == (5, 2)
     found.policy.check_model("m")
     with pytest.raises(errors.PermissionDenied):
         found.policy.check_model("n")
-    plain = store.from_authorization(f"Bearer {other}")
+    plain = await store.identify(f"Bearer {other}")
     assert plain.tenant == "other"
     assert plain.policy.allows("anything")
 
@@ -62,16 +62,16 @@ def test_lookup_gives_tenant_and_policy(tmp_path: Path) -> None:
     lambda key: "Bearer " + "x" * 10_000,
     lambda key: "Bearer \ud800",
 ])  # fmt: skip
-def test_everything_else_is_unauthenticated_with_one_message(tmp_path: Path, make) -> None:
+async def test_everything_else_is_unauthenticated_with_one_message(tmp_path: Path, make) -> None:
     key = new_key()
     path = tmp_path / "keys.toml"
     path.write_text(toml((key, "acme")))
     with pytest.raises(errors.Unauthenticated) as got:
-        Credentials(path).from_authorization(make(key))
+        await Credentials(path).identify(make(key))
     assert got.value.message == "a valid API key is needed: authorization: Bearer <key>"
 
 
-def test_json_and_expiry(tmp_path: Path) -> None:
+async def test_json_and_expiry(tmp_path: Path) -> None:
     live, dead = new_key(), new_key()
     path = tmp_path / "keys.json"
     keys = [
@@ -80,36 +80,36 @@ def test_json_and_expiry(tmp_path: Path) -> None:
     ]
     path.write_text(json.dumps({"keys": keys}))
     store = Credentials(path)
-    assert store.lookup(live).key_name == "ci"
+    assert (await store.identify(f"Bearer {live}")).key_name == "ci"
     with pytest.raises(errors.Unauthenticated):
-        store.lookup(dead)
+        await store.identify(f"Bearer {dead}")
 
 
-def test_a_new_file_is_taken_and_a_broken_one_is_not(tmp_path: Path, caplog) -> None:
+async def test_a_new_file_is_taken_and_a_broken_one_is_not(tmp_path: Path, caplog) -> None:
     first, second = new_key(), new_key()
     path = tmp_path / "keys.toml"
     path.write_text(toml((first, "one")))
     store = Credentials(path, interval_s=0.0)
-    assert store.lookup(first).tenant == "one"
+    assert (await store.identify(f"Bearer {first}")).tenant == "one"
 
     path.write_text(toml((second, "two")))
-    assert store.lookup(second).tenant == "two"
+    assert (await store.identify(f"Bearer {second}")).tenant == "two"
     with pytest.raises(errors.Unauthenticated):
-        store.lookup(first)
+        await store.identify(f"Bearer {first}")
 
     with caplog.at_level(logging.ERROR):
         path.write_text(f'keys = [ "{first}" ')
         for _ in range(3):
-            assert store.lookup(second).tenant == "two"
+            assert (await store.identify(f"Bearer {second}")).tenant == "two"
         path.unlink()
         for _ in range(3):
-            assert store.lookup(second).tenant == "two"
+            assert (await store.identify(f"Bearer {second}")).tenant == "two"
     told = [r for r in caplog.records if r.levelno == logging.ERROR and r.name.startswith("kvmesh.rpc")]
     assert len(told) == 2
     assert first not in caplog.text
 
     path.write_text(toml((first, "three")))
-    assert store.lookup(first).tenant == "three"
+    assert (await store.identify(f"Bearer {first}")).tenant == "three"
 
 
 @pytest.mark.parametrize(
