@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 from kvmesh.errors import Cancelled, Internal, KvmeshError
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.status import row
+from kvmesh.telemetry import names, tracing
 from services.gateway import events, replay
 from services.gateway.generation import End, Generation, RequestSettings, Sink, SinkClosed, Timers, out_of_time
 from services.gateway.heals import Heals
@@ -211,7 +213,9 @@ class Request:
         while True:
             decision = await self._decide(job, flights=flights is not None)
             if decision.answer is not None:
-                return await self._replay(job, decision, decision.answer)
+                with tracing.span(names.SPAN_GATEWAY_REPLAY):
+                    return await self._replay(job, decision, decision.answer)
+            following = flights is not None and decision.follow is not None
             if flights is not None and decision.follow is not None:
                 running = flights.follow(self, job, self._progress, decision)
             elif flights is not None and decision.lead is not None:
@@ -220,7 +224,8 @@ class Request:
                 assert self._timers is not None
                 self._timers.cancel()  # A generation has its own.
                 running = self.generation(job, self._progress, decision, self, on_stop=self.stop)
-            end = await self._run(running)
+            with tracing.span(names.SPAN_GATEWAY_FOLLOW) if following else nullcontext():
+                end = await self._run(running)
             if end is not None:
                 return end
             flights = None

@@ -90,6 +90,15 @@ MODEL_LOAD_PROGRESS = _gauge("model_load_progress_ratio", "Share of the model lo
 # --- gateway -------------------------------------------------------------------------------------------------------
 GATEWAY_ACTIVE = _gauge("gateway_requests_active", "Requests held by the gateway.")
 GATEWAY_WAITING = _gauge("gateway_requests_waiting", "Requests that wait for a worker in the gateway.")
+GATEWAY_QUEUE_TIME = _histogram(
+    "gateway_queue_time_seconds", "Time in the gateway's line until a worker had room.", DURATION_BUCKETS, "model_name"
+)
+GATEWAY_QUEUE_DELAY = _gauge(
+    "gateway_queue_delay_seconds", "Estimated wait of whoever lined up last, at the measured pace.", "model_name"
+)
+GATEWAY_REFUSED = _counter(
+    "gateway_refused_total", "Requests that the line refused: late (early refusal), full, shed.", "cause"
+)
 GATEWAY_HEALS = _counter("gateway_heals_total", "Requests placed again after a lost worker.", "outcome")
 GATEWAY_DEGRADED = _counter("gateway_degraded_total", "Requests placed without a router.")
 GATEWAY_SLOW_READERS = _counter("gateway_slow_readers_total", "Requests aborted since their reader was too slow.")
@@ -150,6 +159,9 @@ SPAN_GATEWAY_ADMIT = "gateway.admit"
 SPAN_GATEWAY_TOKENIZE = "gateway.tokenize"
 SPAN_GATEWAY_PLACE = "gateway.place"
 SPAN_GATEWAY_ATTEMPT = "gateway.attempt"
+SPAN_GATEWAY_QUEUE = "gateway.queue"
+SPAN_GATEWAY_REPLAY = "gateway.replay"
+SPAN_GATEWAY_FOLLOW = "gateway.follow"
 SPAN_ROUTER_ROUTE = "router.route"
 SPAN_ROUTER_CACHE = "router.cache"
 SPAN_CACHE_EXACT = "cache.exact"
@@ -157,6 +169,7 @@ SPAN_CACHE_SEMANTIC = "cache.semantic"
 SPAN_ENGINE_SEQUENCE = "engine.sequence"
 SPAN_ENGINE_QUEUE = "engine.queue"
 SPAN_ENGINE_PREFILL = "engine.prefill"
+SPAN_ENGINE_COMPUTE = "engine.compute"
 SPAN_ENGINE_DECODE = "engine.decode"
 SPAN_ENGINE_AWAIT_KV = "engine.await_kv"
 SPAN_DECODE_REQUEST = "decode.request"
@@ -195,6 +208,7 @@ ATTR_REQUEST_ID = "kvmesh.request.id"
 ATTR_ATTEMPT = "kvmesh.request.attempt"
 ATTR_REPLAYED_TOKENS = "kvmesh.request.replayed_tokens"
 ATTR_TENANT = "kvmesh.tenant"
+ATTR_QUEUE_ESTIMATE = "kvmesh.queue.estimated_wait_s"
 ATTR_DECISION = "kvmesh.router.decision"
 ATTR_CACHE = "kvmesh.cache"
 ATTR_WORKER = "kvmesh.worker"

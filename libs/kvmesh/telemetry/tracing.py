@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -147,6 +148,15 @@ def start_span(
     """
     context = extract(parent) if isinstance(parent, str) else parent
     return tracer().start_span(name, context=context, kind=kind, attributes=attributes, start_time=start_time_ns)
+
+
+def past_span(name: str, begun_s: float, ended_s: float, *, parent: Context | str | None = None) -> None:
+    """A span of something that is over, between two readings of `time.monotonic`."""
+    if _provider is None:
+        return
+    to_epoch = time.time_ns() - time.monotonic_ns()
+    opened = start_span(name, parent=parent, start_time_ns=int(begun_s * 1e9) + to_epoch)
+    opened.end(int(max(begun_s, ended_s) * 1e9) + to_epoch)
 
 
 @contextmanager

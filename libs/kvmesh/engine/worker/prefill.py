@@ -16,9 +16,11 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, set_span_in_context
 
 from kvmesh.engine import events
 from kvmesh.engine.cuda.staging import Lease
@@ -43,9 +45,6 @@ from kvmesh.transfer.descriptor import (
 )
 from kvmesh.transfer.handles import TransferHandle
 
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -60,6 +59,11 @@ class _Run:
     computed: asyncio.Future[events.PrefillComputed] = field(init=False)
     ended: asyncio.Future[events.Ended] = field(init=False)
     is_admitted: bool = False
+    # On the monotonic clock, for spans.
+    arrived_at: float = field(default_factory=time.monotonic)
+    admitted_at: float | None = None
+    started_at: float | None = None
+    computed_at: float | None = None
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -70,14 +74,23 @@ class _Run:
         """From the pump."""
         if isinstance(event, events.Admitted):
             self.is_admitted = True
+            self.admitted_at = time.monotonic()
             _resolve(self.admitted, event)
         elif isinstance(event, events.PrefillComputed):
+            self.computed_at = time.monotonic()
             _resolve(self.computed, event)
         elif isinstance(event, events.Ended):
             error = event.error or Internal("the core ended a prefill that was not released")
             _fail(self.admitted, error)
             _fail(self.computed, error)
             _resolve(self.ended, event)
+
+    def phases(self, span: Span) -> None:
+        """One span each for waiting and for computing, below that of the call."""
+        now, parent = time.monotonic(), set_span_in_context(span, Context())
+        tracing.past_span(names.SPAN_ENGINE_QUEUE, self.arrived_at, self.admitted_at or now, parent=parent)
+        if self.started_at is not None:
+            tracing.past_span(names.SPAN_ENGINE_COMPUTE, self.started_at, self.computed_at or now, parent=parent)
 
 
 def _resolve(future: asyncio.Future[T], event: T) -> None:
@@ -159,6 +172,7 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
                 await ctx.at_step(RequestStep.SENT, run.public)
                 outcome.sent = True
             finally:
+                run.phases(span)
                 finishing = ctx.spawn_cleanup(self._finish(ctx, run, outcome), name="prefill-finish")
             usage = (await run.ended).usage
             await asyncio.wait({finishing}, timeout=1.0)
@@ -219,6 +233,7 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
         self, ctx: WorkerContext, run: _Run, handle: TransferHandle, first_block: int
     ) -> pb.RunDone:
         """Compute chunk by chunk while pages leave; returns when every write has completed."""
+        run.started_at = time.monotonic()
         ctx.core.start_prefill(run.key, handle.transfer_id, first_block)
         await ctx.at_step(RequestStep.COMPUTING, run.public)
         # A transfer that fails ends the computation, not only the other way round.

@@ -63,6 +63,10 @@ class DecodeRequest:
         self._reasons: set[str] = set()
         self._tokens_seen = 0
         self._counted_local = False
+        # For the spans of its phases, on the monotonic clock.
+        self._admitted_at: float | None = None
+        self._kv_at: float | None = None
+        self._first_at: float | None = None
 
     def start(self) -> None:
         """Hand it to the core. Raises what the core refuses; no terminal follows then."""
@@ -118,17 +122,24 @@ class DecodeRequest:
 
     def _on_admitted(self, event: events.Admitted) -> None:
         self._span.add_event("admitted", {names.ATTR_PREFIX_HIT_TOKENS: event.cached_tokens})
+        self._admitted_at = self._admitted_at or time.monotonic()
         if event.awaiting:
             self._flow = self.ctx.spawn(RemotePrefill(self.ctx, self, event).run(), name="remote-prefill")
+            self._flow.add_done_callback(self._on_fetched)
             return
         if self.engine_request.mode is Mode.REMOTE:
             self.prefilled_here("short")
         self._announce(RequestStep.ADMITTED)
 
+    def _on_fetched(self, _: asyncio.Task[None]) -> None:
+        self._kv_at = self._kv_at or time.monotonic()
+
     def _on_tokens(self, event: events.Tokens) -> None:
         now = time.monotonic()
         last = self._last_token.get(event.choice)
         if event.token_ids:
+            if self._tokens_seen == 0:
+                self._first_at = now
             if self._tokens_seen < 2:
                 self._announce(RequestStep.FIRST_TOKEN if self._tokens_seen == 0 else RequestStep.DECODING)
             self._tokens_seen += 1
@@ -164,8 +175,23 @@ class DecodeRequest:
             self.ctx.meters.failed(usage, e2e, public.reason)
             tracing.mark_failed(self._span, public.reason)
         self.stream.end(end)
+        self._phases()
         self._span.end()
         self._on_done(self)
+
+    def _phases(self) -> None:
+        """One span each for waiting, computing the prompt (where that was done here) and decoding."""
+        now, parent = time.monotonic(), self.trace_context()
+        arrival, admitted = self.engine_request.arrival, self._admitted_at
+        tracing.past_span(names.SPAN_ENGINE_QUEUE, arrival, admitted or now, parent=parent)
+        if admitted is None:
+            return
+        ready = self._kv_at or admitted
+        if self._counted_local:
+            tracing.past_span(names.SPAN_ENGINE_COMPUTE, ready, self._first_at or now, parent=parent)
+            ready = self._first_at or now
+        if self._first_at is not None:
+            tracing.past_span(names.SPAN_ENGINE_DECODE, ready, now, parent=parent)
 
     def _finished(self, usage: events.Usage) -> pb.WorkerFinished:
         finished = pb.WorkerFinished(
