@@ -16,6 +16,7 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.credentials import Credentials, Principal
 from kvmesh.rpc.limits import RequestLimits
 from kvmesh.telemetry import names, tracing
+from services.gateway import embed as embedding
 from services.gateway import validate
 from services.gateway.fleet import Fleet
 from services.gateway.generation import RequestSettings
@@ -123,9 +124,20 @@ class Front:
         validate.check_request_id(request_id)
         return self.registry.stop(tenant, request_id, aborted())
 
+    async def embed(
+        self, principal: Principal, request: pb.EmbedRequest, *, remaining_s: float | None = None
+    ) -> pb.EmbedResponse:
+        """The vectors of 1 to 256 texts, by the routers' embedder. `remaining_s`: of the call's deadline."""
+        embedding.check(request, self.rules.max_prompt_bytes)
+        principal.policy.check_model(request.model)
+        return await embedding.embed(request, principal, self.routers, self.registry, remaining_s)
+
     def models(self, principal: Principal) -> list[pb.Model]:
-        """Models that the caller may use and workers serve."""
-        return [model for model in self.fleet.models() if principal.policy.allows(model.name)]
+        """Models that the caller may use: what workers serve, then embedders."""
+        return [model for model in self._served() if principal.policy.allows(model.name)]
+
+    def _served(self) -> list[pb.Model]:
+        return self.fleet.models() + [pb.Model(name=name, embeds=True) for name in self.routers.embedders()]
 
     def model(self, principal: Principal, name: str) -> pb.Model:
         """One model, by its name or an alias. NotFound when no worker serves it."""
@@ -134,8 +146,8 @@ class Front:
         validate.check_model(name)
         principal.policy.check_model(name)
         info = self.fleet.example(name)
-        for model in self.fleet.models():
-            if info is not None and model.name == info.model:
+        for model in self._served():
+            if model.name == name if info is None else model.name == info.model:
                 return model
         raise NotFound(f"no worker serves model {name!r}", details={"field": "name"})
 

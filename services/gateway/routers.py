@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from kvmesh.errors import FailedPrecondition, KvmeshError, NotFound, Unavailable
+from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, NotFound, Unavailable
 from kvmesh.proto.v1 import router_pb2, router_pb2_grpc
 from kvmesh.rpc.auth import tenant_metadata
 from kvmesh.rpc.channel import MeshChannel, cancelling
@@ -44,6 +44,8 @@ class Replica:
         self.channel = channel
         self.stub = router_pb2_grpc.RouterStub(channel)
         self.shunned_until = 0.0
+        self.embedder = ""
+        """Id under which it embeds texts; "" when it does not, or cannot be reached."""
 
 
 class Routers:
@@ -110,6 +112,39 @@ class Routers:
             return response, replica
         raise refusal if refusal is not None else NoRouter("no router answered in time")
 
+    def embedders(self) -> list[str]:
+        """Ids under which texts are embedded by routers that can be reached."""
+        return sorted({replica.embedder for replica in self._replicas if replica.embedder})
+
+    async def embed(
+        self, request: router_pb2.EmbedTextsRequest, tenant: str, timeout_s: float
+    ) -> router_pb2.EmbedTextsResponse:
+        """Vectors from a replica that has this embedder; where one fails, from the next.
+
+        Raises what a router refused it with, Unavailable when none has the embedder or answers, DeadlineExceeded.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        refusal: KvmeshError = Unavailable("no router that embeds texts can be reached", retry_after=1.0)
+        asked = [replica for replica in self._order() if replica.embedder == request.model]
+        for index, replica in enumerate(asked):
+            # One that hangs leaves the others their part.
+            left = (deadline - loop.time()) / (len(asked) - index)
+            if left <= 0:
+                break
+            try:
+                response: router_pb2.EmbedTextsResponse = await replica.stub.EmbedTexts(
+                    request, timeout=left, metadata=tenant_metadata(tenant)
+                )
+            except grpc.aio.AioRpcError as exc:
+                refusal = from_rpc_error(exc)
+                if isinstance(refusal, InvalidArgument):
+                    raise refusal from exc
+                log.warning("router %s did not embed: %s", replica.address, exc.code().name)
+                continue
+            return response
+        raise refusal
+
     def report(self, request: router_pb2.ReportRequest, tenant: str, decided_by: Replica) -> None:
         """Tell the replica that decided how the request ended; in the background, once, and lost if it fails (by
         contract). The others do not know the decision, and their load comes from the workers."""
@@ -146,6 +181,7 @@ class Routers:
         backoff, trouble = BACKOFF_S[0], ""
         while True:
             why, seen = await self._watch_once(replica, fleet)
+            replica.embedder = ""
             fleet.source_lost(replica.address)
             if seen:
                 backoff = BACKOFF_S[0]
@@ -166,6 +202,7 @@ class Routers:
                     if not isinstance(message, router_pb2.WatchResponse):
                         return "ended", seen
                     seen = self.seen = True
+                    replica.embedder = message.embedder
                     fleet.update(replica.address, message)
         except TimeoutError:
             metrics.counter(names.HEARTBEATS_MISSED).labels("router").inc()

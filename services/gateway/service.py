@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvmesh.errors import FailedPrecondition
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import inference_pb2_grpc
 from kvmesh.rpc.auth import ServicerContext
@@ -39,7 +38,7 @@ class GrpcCaller:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Generate, Chat, Abort, ListModels, GetModel, Tokenize."""
+    """Generate, Chat, Embed, Tokenize, Abort, ListModels, GetModel."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -84,5 +83,5 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Embed(self, request: pb.EmbedRequest, context: ServicerContext) -> pb.EmbedResponse:
         """The vectors of texts."""
-        await self._front.credentials.authenticate_call(context)
-        raise FailedPrecondition("no embedder serves here")
+        principal = await self._front.credentials.authenticate_call(context)
+        return await self._front.embed(principal, request, remaining_s=context.time_remaining())

@@ -104,12 +104,17 @@ def check_messages(messages: Sequence[pb.ChatMessage], max_bytes: int) -> None:
             raise TooLarge(f"the messages are larger than {max_bytes} bytes", details={"field": "messages"})
 
 
-def check_prompt_text(text: str, max_bytes: int) -> None:
+def check_prompt_text(text: str, max_bytes: int, *, field: str = "prompt") -> None:
     """Not empty; TooLarge over `max_bytes`."""
     if not text:
-        raise bad("prompt", "is empty")
+        raise bad(field, "is empty")
     if len(text) > max_bytes or len(text.encode()) > max_bytes:
-        raise TooLarge(f"the prompt is larger than {max_bytes} bytes", details={"field": "prompt"})
+        raise TooLarge(f"the {field} is larger than {max_bytes} bytes", details={"field": field})
+
+
+def check_user(value: str) -> None:
+    """The caller's own end user is bounded."""
+    _size("user", value, MAX_USER_BYTES)
 
 
 def check_prompt_length(count: int, bounds: Bounds, *, field: str = "prompt") -> None:

@@ -1,15 +1,15 @@
-"""The router's gRPC face: Route, Report, ReportShadow, Watch, Attach; and the life of its process."""
+"""The router's gRPC face: Route, Report, ReportShadow, Watch, Attach, EmbedTexts; and the life of its process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from kvmesh.config import RouterSettings
-from kvmesh.errors import FailedPrecondition, InvalidArgument
+from kvmesh.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
 from kvmesh.proto.v1 import router_admin_pb2_grpc, router_pb2, router_pb2_grpc
 from kvmesh.rpc import Access, Deadline, ServiceContext, cancel_and_wait, tenant_from
 from kvmesh.rpc.auth import ServicerContext
@@ -19,6 +19,7 @@ from services.router.cache.answers import AnswerCache
 from services.router.classes.feedback import Feedback
 from services.router.classes.pools import Classes
 from services.router.fleet import Fleet, Session
+from services.router.near.nearcache import NearCache
 from services.router.routing import Routing
 from services.router.watch import WatchHub
 
@@ -26,13 +27,35 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 MAX_SEEN = 65536
+MAX_TEXTS = 256
+MAX_TEXT_CHARS = 64 * 1024
+"""Of one text to embed: it is tokenized as a whole, although only its beginning counts."""
+
+EMBED_LIMIT_S = 60.0
+
+
+def check_texts(texts: Sequence[str]) -> None:
+    """Raises InvalidArgument for what EmbedTexts does not take."""
+    if not 1 <= len(texts) <= MAX_TEXTS:
+        raise InvalidArgument(f"1 to {MAX_TEXTS} texts are embedded at a time", details={"field": "texts"})
+    for index, text in enumerate(texts):
+        if not text:
+            raise InvalidArgument("a text is empty", details={"field": f"texts[{index}]"})
+        if len(text) > MAX_TEXT_CHARS:
+            raise InvalidArgument(
+                f"a text is longer than {MAX_TEXT_CHARS} characters", details={"field": f"texts[{index}]"}
+            )
 
 
 class RouterServicer(router_pb2_grpc.RouterServicer):
     """Thin: every method hands over to the part that knows."""
 
-    def __init__(self, router_id: str, fleet: Fleet, routing: Routing, hub: WatchHub) -> None:
+    def __init__(
+        self, router_id: str, fleet: Fleet, routing: Routing, hub: WatchHub, near: NearCache | None = None
+    ) -> None:
+        """`near` has the embedder."""
         self._router_id = router_id
+        self._near = near
         self._fleet = fleet
         self._routing = routing
         self._hub = hub
@@ -104,6 +127,27 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             else:
                 raise InvalidArgument("an attach message holds a registration, a load report or KV events")
 
+    async def EmbedTexts(
+        self, request: router_pb2.EmbedTextsRequest, context: ServicerContext
+    ) -> router_pb2.EmbedTextsResponse:
+        """See router.proto. Texts beyond the embedder's window are cut at it."""
+        check_texts(request.texts)
+        if self._near is None:
+            raise FailedPrecondition("this router runs no embedder")
+        if request.model and self._near.model and request.model != self._near.model:
+            raise NotFound(f"this router's embedder is {self._near.model}", details={"field": "model"})
+        limit_s = min(context.time_remaining() or EMBED_LIMIT_S, EMBED_LIMIT_S)
+        try:
+            made = await self._near.embed_whole(request.texts, limit_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the texts were not embedded within {limit_s:.1f} s") from None
+        response = router_pb2.EmbedTextsResponse(
+            model=self._near.model, prompt_tokens=sum(tokens for _, tokens in made)
+        )
+        for vector, _ in made:
+            response.embeddings.add().values.extend(vector.tolist())
+        return response
+
     def close(self) -> None:
         """End all streams: workers and watchers turn to another router."""
         self._hub.close()
@@ -125,8 +169,14 @@ class RouterService:
         self.routing = Routing(
             settings, self.fleet, self.cache, classes=classes, feedback=Feedback.from_settings(settings)
         )
-        self.hub = WatchHub(self.fleet, self.cache.status, aliases=settings.alias_map | classes.aliases)
-        self.servicer = RouterServicer(settings.instance_name, self.fleet, self.routing, self.hub)
+        near = self.cache.near
+        self.hub = WatchHub(
+            self.fleet,
+            self.cache.status,
+            aliases=settings.alias_map | classes.aliases,
+            embedder=lambda: near.model if near is not None else "",
+        )
+        self.servicer = RouterServicer(settings.instance_name, self.fleet, self.routing, self.hub, near)
         context.server.add(
             router_pb2_grpc.add_RouterServicer_to_server,
             self.servicer,

@@ -74,9 +74,12 @@ class WatchHub:
         heartbeat_s: float = HEARTBEAT_S,
         *,
         aliases: Mapping[str, str] | None = None,
+        embedder: Callable[[], str] = lambda: "",
     ) -> None:
+        """`embedder`: id under which texts are embedded here, "" while they are not."""
         self._fleet = fleet
         self._cache_status = cache_status
+        self._embedder = embedder
         self._heartbeat_s = heartbeat_s
         self._aliases = dict(aliases or {})
         self._watchers: set[Watcher] = set()
@@ -96,6 +99,7 @@ class WatchHub:
             while not self._closed:
                 message = watcher.take()
                 message.cache.CopyFrom(self._cache_status())
+                message.embedder = self._embedder()
                 yield message
                 try:
                     async with asyncio.timeout(self._heartbeat_s):

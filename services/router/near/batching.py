@@ -12,11 +12,13 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvmesh.errors import Internal, Unavailable
 from services.router.near.arena import check_vector
-from services.router.near.embedder import MAX_CHARS, Embedder
+from services.router.near.bulk import Bulk, Embedded
+from services.router.near.embedder import MAX_CHARS, MAX_TOKENS, Embedder
 from services.router.near.search import Vector
 
 log = logging.getLogger(__name__)
@@ -124,6 +126,7 @@ class Batcher:
         self._recent: OrderedDict[bytes, Known] = OrderedDict()
         self._jobs: deque[_Job] = deque()
         self._change = threading.Condition()
+        self._bulk = Bulk(self._change)
         self._closed = False
         self._rate_s = START_RATE_S
         self._running_tokens = 0
@@ -176,6 +179,16 @@ class Batcher:
         async with asyncio.timeout(timeout_s):
             return await job.future
 
+    async def embed_whole(self, texts: Sequence[str], timeout_s: float) -> list[Embedded]:
+        """A vector and its tokens for every text (`Embedder.embed_whole`), behind what the cache asks for.
+
+        Raises Unavailable while the embedder fails or hangs, Overloaded, Internal where it fails on these texts, and
+        TimeoutError after `timeout_s` seconds.
+        """
+        if self._closed or self.breaker.state != "closed":
+            raise Unavailable("the embedder does not answer now", retry_after=1.0)
+        return await self._bulk.embed(texts, timeout_s)
+
     def close(self, timeout_s: float = 2.0) -> None:
         """End the thread; one that hangs in the model is left behind (it is a daemon)."""
         with self._change:
@@ -189,7 +202,7 @@ class Batcher:
     def _loop(self) -> None:
         while True:
             with self._change:
-                while not (self._closed or self._jobs or self._measure) and self.breaker.wait_s() != 0.0:
+                while not (self._closed or self._jobs or self._measure or self._bulk) and self.breaker.wait_s() != 0.0:
                     self._change.wait(self.breaker.wait_s())
                 if self._closed:
                     jobs, self._jobs = list(self._jobs), deque()
@@ -205,12 +218,40 @@ class Batcher:
             if self._closed:
                 for job in jobs:
                     _resolve(job, None)
+                self._bulk.close(Unavailable("this router is stopping"))
                 return
             if jobs:
                 self._serve(jobs)
             elif self._measure or self.breaker.state == "half_open":
                 self._probe()
             self._running_tokens = 0
+            self._serve_bulk()
+
+    def _serve_bulk(self) -> None:
+        """One run of what clients want embedded."""
+        with self._change:
+            run = self._bulk.take()
+            if run is None:
+                return
+            order, texts = run
+            self._running_tokens = tokens = sum(min(MAX_TOKENS, 2 + len(text) // 3) for text in texts)
+        made: list[Embedded] = []
+        started = time.monotonic()
+        try:
+            self.breaker.run(lambda: made.extend(self._embed_whole(texts)))
+        except Exception:
+            log.warning("the embedder failed on a client's texts", exc_info=True)
+            self._bulk.failed(order, Internal("the embedder failed on these texts"))
+        else:
+            self._learn(time.monotonic() - started, tokens)
+            self._bulk.done(order, made)
+        self._running_tokens = 0
+
+    def _embed_whole(self, texts: Sequence[str]) -> list[Embedded]:
+        made = self.embedder.embed_whole(texts)
+        self.runs += 1
+        self.texts += len(texts)
+        return [(check_vector(vector, self.embedder.dim), tokens) for vector, tokens in made]
 
     def _probe(self) -> None:
         self._measure = False

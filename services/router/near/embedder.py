@@ -55,6 +55,13 @@ class Embedder(Protocol):
     def embed_batch(self, texts: Sequence[str]) -> list[Vector | None]:
         """As `embed` for each; which texts share a call changes no vector by more than rounding."""
 
+    model: str
+    """Name under which others ask for its vectors."""
+
+    def embed_whole(self, texts: Sequence[str]) -> list[tuple[Vector, int]]:
+        """A vector and its number of tokens for EVERY text, as the model's own library gives them: a text beyond the
+        window is cut at it."""
+
 
 class MiniLmEmbedder:
     """all-MiniLM-L6-v2: mean of the last hidden states, normalized. About 5 ms for 10 tokens on one core.
@@ -63,6 +70,7 @@ class MiniLmEmbedder:
     """
 
     name = "minilm"
+    model = "all-MiniLM-L6-v2"
     dim = 384
 
     def __init__(self, model: Path | None = None, tokenizer: Path | None = None, *, threads: int = 1) -> None:
@@ -116,6 +124,18 @@ class MiniLmEmbedder:
                 vectors[at] = vector
         return vectors
 
+    def embed_whole(self, texts: Sequence[str]) -> list[tuple[Vector, int]]:
+        """See `Embedder.embed_whole`. The last token is the frame's also where a text was cut."""
+        encoded: list[list[int]] = [self._tokenizer.encode(text).ids for text in texts]
+        cut = [ids if len(ids) <= MAX_TOKENS else [*ids[: MAX_TOKENS - 1], ids[-1]] for ids in encoded]
+        made: dict[int, Vector] = {}
+        for group in _groups([len(ids) for ids in cut]):
+            for at, vector in zip(group, self._run([cut[at] for at in group]), strict=True):
+                if vector is None:
+                    raise ValueError("the embedder's model gave no usable vector")
+                made[at] = vector
+        return [(made[at], len(ids)) for at, ids in enumerate(cut)]
+
     def _run(self, rows: list[list[int]]) -> list[Vector | None]:
         longest = max(map(len, rows))
         ids = np.zeros((len(rows), longest), dtype=np.int64)
@@ -131,7 +151,7 @@ class MiniLmEmbedder:
 class HashEmbedder:
     """Bag of words, each hashed to a coordinate: texts with the same words are alike. For tests; it has no sense."""
 
-    name = "hash"
+    name = model = "hash"
     identity = "hash-1"
     dim = 384
 
@@ -143,6 +163,11 @@ class HashEmbedder:
         words = re.findall(r"\w+", text.lower()) if len(text) <= MAX_CHARS else []
         return words if len(words) <= MAX_TOKENS else []
 
+    def embed_whole(self, texts: Sequence[str]) -> list[tuple[Vector, int]]:
+        """See `Embedder.embed_whole`. A text without words is a word."""
+        found = [(re.findall(r"\w+", text.lower()) or [text])[:MAX_TOKENS] for text in texts]
+        return [(self._vector(words), len(words)) for words in found]
+
     def embed_batch(self, texts: Sequence[str]) -> list[Vector | None]:
         """See `Embedder.embed_batch`."""
         return [self.embed(text) for text in texts]
@@ -150,11 +175,16 @@ class HashEmbedder:
     def embed(self, text: str) -> Vector | None:
         """See `Embedder.embed`."""
         words = self._words(text)
+        return self._vector(words) if words else None
+
+    def _vector(self, words: Sequence[str]) -> Vector:
         vector = np.zeros(self.dim, dtype=np.float32)
         for word in words:
-            digest = hashlib.blake2b(word.encode(), digest_size=4).digest()
+            digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=4).digest()
             vector[int.from_bytes(digest, "little") % self.dim] += 1.0
-        return _unit(vector)
+        unit = _unit(vector)
+        assert unit is not None
+        return unit
 
 
 def load_embedder(name: str) -> Embedder | None:

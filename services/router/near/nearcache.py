@@ -12,10 +12,10 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvmesh.errors import InvalidArgument
+from kvmesh.errors import FailedPrecondition, InvalidArgument, Unavailable
 from services.router.cache.fingerprint import CacheKey
 from services.router.match import DEFAULT as DEFAULT_RULES
 from services.router.match import Rules, Verdict, judge
@@ -23,6 +23,7 @@ from services.router.near.arena import BIG_ROWS
 from services.router.near.batching import EMBED_TIMEOUT_S, Batcher
 from services.router.near.builder import CellsMaker
 from services.router.near.building import IndexBuilding
+from services.router.near.bulk import Embedded
 from services.router.near.embedder import Embedder
 from services.router.near.entries import Entry
 from services.router.near.index import Near, NearIndex
@@ -131,6 +132,24 @@ class NearCache:
         if self.state != "ready" or batcher is None:
             return None
         return await batcher.embed(text, timeout_s)
+
+    async def embed_whole(self, texts: Sequence[str], timeout_s: float) -> list[Embedded]:
+        """A vector and its tokens for every text, long ones cut at the window. See `Batcher.embed_whole`.
+
+        Raises Unavailable while the embedder loads, FailedPrecondition when it could not be loaded.
+        """
+        batcher = self._batcher
+        if self.state == "failed":
+            raise FailedPrecondition("this router's embedder could not be loaded")
+        if self.state != "ready" or batcher is None:
+            raise Unavailable("this router's embedder is being loaded, or is gone", retry_after=1.0)
+        return await batcher.embed_whole(texts, timeout_s)
+
+    @property
+    def model(self) -> str:
+        """Name under which the embedder's vectors can be had; "" while there are none."""
+        batcher = self._batcher
+        return batcher.embedder.model if self.state == "ready" and batcher is not None else ""
 
     async def lookup(
         self,

@@ -232,6 +232,9 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
         self.routes, self.reports, self.watches, self.shadows = Log(), Log(), Log(), Log()
         self.decide: Callable[[router_pb2.RouteRequest], Awaitable[router_pb2.RouteResponse]] | None = None
         self.aliases: dict[str, str] = {}
+        self.embedder = ""
+        self.embeds = Log()
+        self.embed_error: KvmeshError | None = None
         self.address = ""
         self._server: RpcServer | None = None
         self._changed = asyncio.Event()
@@ -274,6 +277,14 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
         self.shadows.add(request)
         return router_pb2.ReportShadowResponse()
 
+    async def EmbedTexts(self, request: router_pb2.EmbedTextsRequest, context: Any) -> router_pb2.EmbedTextsResponse:
+        """The vector of a text is its length, its first byte, and whose it is."""
+        self.embeds.add((tenant_from(context), request))
+        if self.embed_error is not None:
+            raise self.embed_error
+        made = [pb.Embedding(values=[len(text), ord(text[0])]) for text in request.texts]
+        return router_pb2.EmbedTextsResponse(model=request.model, embeddings=made, prompt_tokens=len(made))
+
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[router_pb2.WatchResponse]:
         self.watches.add(request.watcher_id)
         yield self.snapshot()
@@ -284,12 +295,12 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
                 self._changed.clear()
                 yield self.snapshot()
             except TimeoutError:
-                yield router_pb2.WatchResponse()
+                yield router_pb2.WatchResponse(embedder=self.embedder)
 
     def snapshot(self) -> router_pb2.WatchResponse:
         """The whole list."""
         workers = [worker.status() for worker in self.workers]
-        return router_pb2.WatchResponse(snapshot=True, workers=workers, aliases=self.aliases)
+        return router_pb2.WatchResponse(snapshot=True, workers=workers, aliases=self.aliases, embedder=self.embedder)
 
     def tell(self) -> None:
         """Send the list again."""
