@@ -52,6 +52,7 @@ _ORDER: tuple[tuple[str, str], ...] = (
     (names.SPAN_DECODE_REMOTE_PREFILL, TRANSFER),
     (names.SPAN_GATEWAY_FOLLOW, CACHE),
     (names.SPAN_GATEWAY_ADMIT, QUEUE),
+    (names.SPAN_GATEWAY_QUEUE, QUEUE),
     (names.SPAN_GATEWAY_ATTEMPT, QUEUE),
     (names.SPAN_GATEWAY_PLACE, QUEUE),
 )

@@ -39,7 +39,8 @@ class _Trace:
 
 class Spans:
     """Traces by (tenant, request id). At most `max_traces` of `max_spans` each (and as many of the gateway's own), none
-    older than `ttl_s` seconds; the oldest go first. A span costs a few hundred bytes: names and attributes are cut to 256 characters."""
+    older than `ttl_s` seconds; the oldest go first. A span costs a few hundred bytes: names and attributes are cut to
+    256 characters."""
 
     def __init__(
         self,
