@@ -16,7 +16,6 @@ from kvmesh.rpc.service import ServiceContext
 from kvmesh.store.client import RedisStore
 from kvmesh.store.flights import FlightStore
 from services.gateway import static
-from services.gateway.fairqueue import FairQueue
 from services.gateway.fleet import Fleet
 from services.gateway.flights import Flights
 from services.gateway.flights.view import SharedGenerations
@@ -27,6 +26,7 @@ from services.gateway.limits.contract import NoLimits
 from services.gateway.link import WorkerLink
 from services.gateway.placement import Placer
 from services.gateway.prepare import Preparer, Rules
+from services.gateway.queue import FairQueue
 from services.gateway.registry import Registry
 from services.gateway.routers import Routers
 from services.gateway.service import InferenceServicer
@@ -56,7 +56,7 @@ class Gateway:
         self._settings = settings
         self.gateway_id = f"gw-{uuid.uuid4().hex}"
         silence_s = settings.heartbeat_s * settings.heartbeats_missed
-        self.queue = FairQueue(settings.max_waiting_requests)
+        self.queue = FairQueue(settings.max_waiting_requests, early_refusal=settings.early_refusal)
         self.fleet = Fleet(
             gateway_id=self.gateway_id,
             open_channel=self._open_channel,

@@ -105,10 +105,10 @@ class Timers:
             timer.cancel()
 
 
-def out_of_time(limit: str, *, queued: bool) -> KvmeshError:
-    """The error of a limit that ran out."""
-    if queued:
-        return Overloaded(f"no worker had room within the limit ({limit})", retry_after=1.0)
+def out_of_time(limit: str, retry_after: float | None) -> KvmeshError:
+    """The error of a limit that ran out. `retry_after`: in seconds, of a request that found no room."""
+    if retry_after is not None:
+        return Overloaded(f"no worker had room within the limit ({limit})", retry_after=retry_after)
     return DeadlineExceeded(f"the limit ({limit}) ran out", details={"limit": limit})
 
 
@@ -303,7 +303,7 @@ class Generation:
 
     def _expire(self, limit: str) -> None:
         if limit == "total" or self._first_token_at is None:
-            self.stop(out_of_time(limit, queued=self._progress.queued))
+            self.stop(out_of_time(limit, self._placer.retry_after(self._job) if self._progress.queued else None))
 
     # --- placing
     @property

@@ -65,7 +65,11 @@ class Job:
     user: str = ""
     session_id: str = ""
     priority: int = 0
-    """Higher goes first on workers; what nobody waits for has less than 0."""
+    """Higher goes first, in the gateway's line and on workers."""
+    weight: float = 1.0
+    """Of its tenant among those of one priority: with 2 it gets twice as much."""
+    unattended: bool = False
+    """True when nobody waits for it: it never lines up."""
     reader: MakeReader | None = None
     """Makes a reader of the output; None = it is plain text."""
     context_digest: bytes = b""

@@ -6,7 +6,9 @@ Without a router the gateway chooses by itself: power of two choices over its la
 from __future__ import annotations
 
 import logging
+import math
 import random
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -29,11 +31,11 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.status import is_retryable
 from kvmesh.telemetry import metrics, names, tracing
 from services.gateway.demux import Key
-from services.gateway.fairqueue import FairQueue, Ticket
 from services.gateway.fleet import Fleet
 from services.gateway.inbox import Inbox
 from services.gateway.job import Job, Progress, Share
 from services.gateway.link import WorkerLink
+from services.gateway.queue import FairQueue, Ticket
 from services.gateway.routers import NoRouter, Routers
 
 log = logging.getLogger(__name__)
@@ -141,8 +143,8 @@ class Placer:
         `decision`: one that was just made; without it, and after each turn in the line, workers alone are asked for.
         `pace` is entered for each look-up with its submits, not while waiting in line.
 
-        Raises NoWorker when nobody can serve it, Overloaded when the line is full, Cancelled where a job that nobody
-        waits for would have to wait, and what a worker refuses it for.
+        Raises NoWorker when nobody can serve it, Overloaded when the line is full or too slow, Cancelled where a job
+        that nobody waits for would have to wait, and what a worker refuses it for.
         """
         ticket: Ticket | None = None
         try:
@@ -159,7 +161,7 @@ class Placer:
                             return found
                     decision = None
                 # All are full, or others were first.
-                if job.priority < 0:
+                if job.unattended:
                     # What nobody waits for would stand before those who do, and at their tenant's cost.
                     raise Cancelled("there is no room now for what nobody waits for")
                 if ticket is None:
@@ -170,6 +172,9 @@ class Placer:
                         tokens=len(job.token_ids) + len(share.output),
                         eligible=lambda link: self._eligible(link, job, progress, share),
                         ahead=share.again,
+                        priority=job.priority,
+                        weight=job.weight,
+                        within_s=job.limits.current(first_token_seen=share.heal).remaining(),
                     )
                     if lined_up:
                         self._offer_all(model)
@@ -177,10 +182,22 @@ class Placer:
                     self._queue.reenter(ticket)
                 # Stays so while a turn is tried: a request that runs out of time then has found no room either.
                 progress.queued = True
-                await ticket.turn
+                await self._turn(ticket)
         finally:
             if ticket is not None:
                 self._queue.leave(ticket)
+
+    async def _turn(self, ticket: Ticket) -> None:
+        began = time.monotonic()
+        with tracing.span(names.SPAN_GATEWAY_QUEUE) as span:
+            if ticket.estimate_s is not None and ticket.estimate_s < math.inf:
+                span.set_attribute(names.ATTR_QUEUE_ESTIMATE, ticket.estimate_s)
+            await ticket.turn
+        metrics.histogram(names.GATEWAY_QUEUE_TIME).labels(ticket.model).observe(time.monotonic() - began)
+
+    def retry_after(self, job: Job) -> float:
+        """Seconds after which a request that found no room may come back."""
+        return self._queue.retry_after(job.tenant, job.served, priority=job.priority, weight=job.weight)
 
     def _offer_all(self, model: str) -> None:
         for link in self._fleet.links(model):

@@ -133,6 +133,7 @@ class Preparer:
             session_id=request.session_id,
             cache_salt=request.cache_salt,
             priority=principal.policy.priority,
+            weight=principal.policy.weight,
             messages=request.messages if isinstance(request, pb.ChatRequest) else (),
             prompt_text="" if isinstance(request, pb.ChatRequest) else request.text,
             remake=lambda model: self.job(request, principal, request_id, limits, served=model),

@@ -114,6 +114,7 @@ class Request:
         self._deciding: asyncio.Task[Decision] | None = None
         self._running: Runnable | None = None
         self._progress = Progress()
+        self._job: Job | None = None
         self._observer: Observer | None = None
         self._usage = pb.Usage()
         self._hold: Hold = NoHold()
@@ -148,7 +149,8 @@ class Request:
 
     def _expire(self, limit: str) -> None:
         if limit == "total" or not self._first_token:
-            self.stop(out_of_time(limit, queued=self._progress.queued))
+            job = self._job if self._progress.queued else None
+            self.stop(out_of_time(limit, self.placer.retry_after(job) if job is not None else None))
 
     # --- the client as a sink
     async def waiting(self) -> None:
@@ -178,7 +180,7 @@ class Request:
     # --- the life
     async def run(self, job: Job, observer: Observer, hold: Hold | None = None) -> None:
         """Serve the job to its end. Raises KvmeshError only before acceptance; later errors are terminal events."""
-        self._observer = observer
+        self._job, self._observer = job, observer
         self._hold = hold or NoHold()
         self._reader = job.reader() if job.reader is not None else None
         self._usage = pb.Usage(prompt_tokens=len(job.token_ids))

@@ -148,6 +148,7 @@ class Shadows:
             cache_control=pb.CacheControl(),
             session_id="",
             priority=PRIORITY,
+            unattended=True,
             limits=RequestLimits.start(self._limits.ttft_ms, self._limits.total_ms),
         )
         try:

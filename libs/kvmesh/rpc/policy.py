@@ -39,6 +39,9 @@ class Policy(BaseModel):
         default={}, max_length=1024, description="Model pattern -> price."
     )
     priority: int = Field(default=0, ge=-100, le=100, description="Higher goes first when workers are full.")
+    weight: float = Field(
+        default=1.0, ge=0.01, le=100, description="Share of full workers, against others of the same priority."
+    )
 
     @model_validator(mode="after")
     def _priced(self) -> Policy:

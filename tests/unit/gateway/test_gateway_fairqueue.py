@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import Overloaded
 from kvmesh.proto.v1 import engine_pb2
-from services.gateway.fairqueue import FairQueue, Ticket
 from services.gateway.link import Seats
+from services.gateway.queue import FairQueue, Ticket
 
 
 def link(*, seats: int = 1, pages: int = 10_000, worker_id: str = "w") -> Any:
@@ -189,7 +189,7 @@ async def test_what_ran_before_goes_ahead_in_the_order_of_its_coming() -> None:
     ahead = [enter(queue, tenant, cost=1000, ahead=True) for tenant in "bab"]
     assert queue.waiting("m", ahead=True)
     with pytest.raises(Overloaded):
-        enter(queue, "c")
+        enter(queue, "a")
     order = serve_all(queue, fresh + ahead)
     assert order[:3] == ahead
     # What went ahead is charged to its tenant: b has had twice as much.
