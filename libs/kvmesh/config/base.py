@@ -108,6 +108,12 @@ class ServiceSettings(BaseSettings):
 
         return self.instance or f"{self.service or 'kvmesh'}-{socket.gethostname()}-{os.getpid()}"
 
+    @property
+    def connection_life_s(self) -> tuple[float, float]:
+        """Seconds after which a client's connection takes no further calls (0 = never), and seconds that the calls it
+        has then get to end."""
+        return 0.0, 0.0
+
     @classmethod
     def settings_customise_sources(
         cls,

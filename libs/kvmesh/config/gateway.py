@@ -184,3 +184,8 @@ class GatewaySettings(ServiceSettings):
     jwt: JwtSettings = Field(default=JwtSettings(), description="Tokens of an identity provider (JWT, OIDC).")
     keys_in_redis: bool = Field(default=False, description="Look API keys up in Redis too (`kvmesh keys create`).")
     limits: LimitSettings = Field(default=LimitSettings(), description="How tenants' limits and budgets are kept.")
+
+    @property
+    def connection_life_s(self) -> tuple[float, float]:
+        """See ServiceSettings. The grace is the longest total limit that a request may name."""
+        return self.max_connection_age_s, 86_400.0

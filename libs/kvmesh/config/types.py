@@ -103,6 +103,15 @@ class TlsSettings(BaseModel):
     require_client_cert: bool = Field(
         default=False, description="Refuse clients without a certificate signed by `ca` (mTLS)."
     )
+    client_ca: Path | None = Field(
+        default=None,
+        description="File of the authorities of clients that are not of the mesh (PEM), for the gateway: over HTTP a "
+        "certificate signed by them is accepted instead of a key, over gRPC at client_listen it is demanded.",
+    )
+    client_listen: OptionalListen = Field(
+        default="",
+        description='"host:port" of a second gRPC door, for clients with a certificate of `client_ca`; "" = none.',
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> TlsSettings:
@@ -110,6 +119,13 @@ class TlsSettings(BaseModel):
             raise ValueError("tls.cert and tls.key are set together or not at all")
         if self.require_client_cert and (self.cert is None or self.ca is None):
             raise ValueError("tls.require_client_cert needs tls.cert, tls.key and tls.ca")
+        if self.client_ca is not None and self.cert is None:
+            raise ValueError("tls.client_ca needs tls.cert and tls.key")
+        if self.client_ca is not None and self.require_client_cert:
+            # Behind a server a certificate is a certificate: a client's must not pass for a member's of the mesh.
+            raise ValueError("tls.client_ca and tls.require_client_cert exclude each other")
+        if self.client_listen and self.client_ca is None:
+            raise ValueError("tls.client_listen needs tls.client_ca")
         return self
 
     @property

@@ -51,6 +51,18 @@ def _options(settings: ServiceSettings) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.max_ping_strikes", 0),
+        *_age(settings),
+    ]
+
+
+def _age(settings: ServiceSettings) -> list[tuple[str, int]]:
+    """gRPC itself makes the age of each connection a tenth longer or shorter."""
+    age_s, grace_s = settings.connection_life_s
+    if not age_s:
+        return []
+    return [
+        ("grpc.max_connection_age_ms", int(age_s * 1000)),
+        ("grpc.max_connection_age_grace_ms", int(grace_s * 1000)),
     ]
 
 
@@ -63,6 +75,8 @@ class RpcServer:
         self.auth = auth if auth is not None else MeshAuth.from_settings(settings)
         self.health = health.HealthServicer()
         self.address = ""
+        self.client_address = ""
+        """Of the second door, `tls.client_listen`; "" = there is none."""
         self._state = ServerState(self.auth, settings.default_deadline_s)
         self._server = grpc.aio.server(options=_options(settings))
         self._policy = _OPEN
@@ -139,18 +153,24 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self)
         for name, handlers in reflection.reflection_handlers([*self._services, health.SERVICE_NAME]).items():
             self.add_registered_method_handlers(name, handlers)
-        self.address = self._advertised(self._bind())
+        tls = self.settings.tls
+        self.address = self._advertised(
+            self._bind(self.settings.listen, server_credentials(tls) if tls.serves_tls else None)
+        )
+        if tls.client_listen:
+            # gRPC demands a certificate of all who come to a port, or of nobody.
+            port = self._bind(tls.client_listen, server_credentials(tls, clients=True))
+            self.client_address = f"{split_host_port(tls.client_listen)[0]}:{port}"
         await self._server.start()
         self._started = True
         self._publish_ready(False)
         log.info("listening on %s%s", self.address, " (TLS)" if self.settings.tls.serves_tls else "")
         return self.address
 
-    def _bind(self) -> int:
-        listen = self.settings.listen
+    def _bind(self, listen: str, credentials: grpc.ServerCredentials | None) -> int:
         try:
-            if self.settings.tls.serves_tls:
-                port = self._server.add_secure_port(listen, server_credentials(self.settings.tls))
+            if credentials is not None:
+                port = self._server.add_secure_port(listen, credentials)
             else:
                 port = self._server.add_insecure_port(listen)
         except RuntimeError:

@@ -82,6 +82,8 @@ async def _start(context: ServiceContext[S], build: Build[S], started: list[Serv
         "metrics": context.metrics_address,
         "version": __version__,
     }
+    if context.server.client_address:
+        info["client_address"] = context.server.client_address
     write_ready_file(settings.ready_file, info | context.ready_info)
     context.ready_written = True
     log.info("up; addresses are in %s", settings.ready_file)
@@ -90,8 +92,8 @@ async def _start(context: ServiceContext[S], build: Build[S], started: list[Serv
 async def serve(settings: S, build: Build[S]) -> int:
     """Run a service until it is told to stop; returns its exit status (0 after an ordinary stop, else 1).
 
-    The ready file holds {"service", "instance", "pid", "address", "metrics", "version", …ready_info}; it is removed
-    at the end.
+    The ready file holds {"service", "instance", "pid", "address", "metrics", "version", …ready_info}, and
+    "client_address" where there is a door of its own for clients with certificates; it is removed at the end.
     """
     exporter = None
     started: list[Service] = []
