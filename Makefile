@@ -70,8 +70,10 @@ protos-check: dev-env ## buf lint, breaking changes against the last commit on m
 	@tools/buf_breaking.sh $(BIN)/buf
 	@$(BIN)/python tools/gen_protos.py --check
 
+# Processes that share the unit tests, a file each at a time.
+UNIT_WORKERS ?= 2
 unit: dev-env ## unit and property tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/unit
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(UNIT_WORKERS) --dist loadfile $(PYTEST_FLAGS) tests/unit
 
 integration: dev-env ## real processes, real model
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/integration
