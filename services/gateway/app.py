@@ -7,6 +7,7 @@ import uuid
 
 from kvmesh.config import GatewaySettings
 from kvmesh.errors import FailedPrecondition, Unavailable
+from kvmesh.proto.inference import grpc_predict_v2_pb2_grpc
 from kvmesh.proto.v1 import inference_pb2_grpc
 from kvmesh.rpc.channel import MeshChannel, open_inner_channel
 from kvmesh.rpc.credentials import Credentials
@@ -14,6 +15,7 @@ from kvmesh.rpc.guard import Access
 from kvmesh.rpc.limits import Deadline
 from kvmesh.rpc.service import ServiceContext
 from kvmesh.store.client import RedisStore
+from kvmesh.store.fair import FairStore
 from kvmesh.store.flights import FlightStore
 from services.gateway import static
 from services.gateway.fleet import Fleet
@@ -22,11 +24,14 @@ from services.gateway.flights.view import SharedGenerations
 from services.gateway.front import Front
 from services.gateway.generation import RequestSettings
 from services.gateway.heals import Heals
+from services.gateway.kserve.service import SERVICE_NAME as KSERVE_SERVICE_NAME
+from services.gateway.kserve.service import InferenceServiceServicer
 from services.gateway.limits.contract import NoLimits
 from services.gateway.link import WorkerLink
 from services.gateway.placement import Placer
 from services.gateway.prepare import Preparer, Rules
 from services.gateway.queue import FairQueue
+from services.gateway.queue.shared import SharedCharges
 from services.gateway.registry import Registry
 from services.gateway.routers import Routers
 from services.gateway.service import InferenceServicer
@@ -56,7 +61,9 @@ class Gateway:
         self._settings = settings
         self.gateway_id = f"gw-{uuid.uuid4().hex}"
         silence_s = settings.heartbeat_s * settings.heartbeats_missed
-        self.queue = FairQueue(settings.max_waiting_requests, early_refusal=settings.early_refusal)
+        self.queue = FairQueue(
+            settings.max_waiting_requests, early_refusal=settings.early_refusal, shared=bool(settings.redis_url)
+        )
         self.fleet = Fleet(
             gateway_id=self.gateway_id,
             open_channel=self._open_channel,
@@ -126,6 +133,13 @@ class Gateway:
             access=Access.PUBLIC,
             while_draining=["Abort"],
         )
+        self.kserve = InferenceServiceServicer(self.front, ready=lambda: self.fleet.ready)
+        context.server.add(
+            grpc_predict_v2_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
+            self.kserve,
+            access=Access.PUBLIC,
+            while_draining=["ServerLive", "ServerReady", "ServerMetadata"],
+        )
 
     def _open_channel(self, address: str) -> MeshChannel:
         return open_inner_channel(address, self._settings, self._context.auth.token)
@@ -139,7 +153,8 @@ class Gateway:
             self.queue.offer(link)
 
     def _on_change(self) -> None:
-        self._context.server.set_ready(self.fleet.ready, SERVICE_NAME)
+        for service in (SERVICE_NAME, KSERVE_SERVICE_NAME):
+            self._context.server.set_ready(self.fleet.ready, service)
         self.heals.changed()
         if len(self.queue):
             for link in self.fleet.links():
@@ -150,6 +165,7 @@ class Gateway:
         await self.tokenizers.preload()
         if self.redis is not None:
             self._context.tasks.spawn(self.redis.watch(), name="redis-watch")
+            self._context.tasks.spawn(SharedCharges(self.queue, FairStore(self.redis)).run(), name="shared-charges")
         self.flights.start()
         self.routers.watch(self.fleet)
         if self._settings.workers:
@@ -168,6 +184,7 @@ class Gateway:
         other gateways follow is theirs to go on with."""
         log.info("%d request(s) running, %d waiting", len(self.registry), len(self.queue))
         self.flights.drain()
+        self.kserve.stop()
         left = deadline.remaining()
         if not await self.registry.wait_idle(left - min(LAST_WORD_S, left / 2)):
             self.registry.stop_all(lambda: Unavailable("this gateway is stopping"))

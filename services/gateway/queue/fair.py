@@ -40,7 +40,8 @@ MARGIN = 1.1
 class FairQueue:
     """All waiting requests. Lives on the event loop; nothing blocks.
 
-    max_waiting: tickets in all. early_refusal: refuse who cannot be served within its limit. clock: seconds.
+    max_waiting: tickets in all. early_refusal: refuse who cannot be served within its limit. shared: keep what was
+    released for `take_charges`. clock: seconds.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class FairQueue:
         max_waiting: int,
         *,
         early_refusal: bool = True,
+        shared: bool = False,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         self._max_waiting = max_waiting
         self._early_refusal = early_refusal
+        self._shared = shared
         self._clock = clock
         self._rng = rng or random.Random()
         self._queues: dict[str, ModelQueue] = {}
@@ -139,7 +142,7 @@ class FairQueue:
         now = self._clock()
         self._paces[ticket.model].begin(now)
         self._paces[ticket.model].released(-ticket.cost, now)
-        self._charges[ticket.model][ticket.tenant] -= ticket.cost
+        self._charge(ticket, -ticket.cost)
         self._count(1)
 
     def settle(self, ticket: Ticket) -> None:
@@ -172,7 +175,7 @@ class FairQueue:
                 return
             queue.release(ticket)
             self._paces[ticket.model].released(ticket.cost, self._clock())
-            self._charges[ticket.model][ticket.tenant] += ticket.cost
+            self._charge(ticket, ticket.cost)
             self._count(-1)
             pages -= need
             link.seats.promised += 1
@@ -180,6 +183,11 @@ class FairQueue:
             ticket.turn.set_result(link)
 
     # --- other gateways
+    @property
+    def owes(self) -> bool:
+        """True when something was released that `take_charges` has not told."""
+        return bool(self._charges)
+
     def take_charges(self) -> dict[str, dict[str, int]]:
         """Model -> tenant -> cost released here since the last call; with every model that somebody waits for."""
         taken, self._charges = self._charges, defaultdict(lambda: defaultdict(int))
@@ -192,6 +200,10 @@ class FairQueue:
             queue.charged_elsewhere(tenant, cost)
 
     # --- inside
+    def _charge(self, ticket: Ticket, cost: int) -> None:
+        if self._shared:
+            self._charges[ticket.model][ticket.tenant] += cost
+
     def _make_room(self, tenant: str, priority: int, estimate: float | None) -> None:
         if self._waiting < self._max_waiting:
             return

@@ -1,0 +1,457 @@
+"""The line by priority, by its bound, by the wait that it promises, and over several gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flight_world import Valkey
+from kvmesh.errors import Overloaded
+from kvmesh.proto.v1 import engine_pb2
+from kvmesh.store.client import RedisStore
+from kvmesh.store.fair import FairStore
+from services.gateway.link import Seats
+from services.gateway.queue import FairQueue, Ticket
+from services.gateway.queue.pace import FORGET_S, LEAST_RELEASES, Pace
+from services.gateway.queue.shared import SharedCharges
+
+
+def worker(seats: int = 1, model: str = "m") -> Any:
+    made = Seats(1)
+    made.ceiling = seats
+    info = engine_pb2.WorkerInfo(worker_id="w", model=model, page_size=16)
+    return SimpleNamespace(info=info, accepting=True, load=engine_pb2.WorkerLoad(free_pages=10_000), seats=made)
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def enter(queue: FairQueue, tenant: str = "a", cost: int = 10, **fields: Any) -> Ticket:
+    fields.setdefault("eligible", lambda link: True)
+    return queue.enter(tenant, fields.pop("model", "m"), cost=cost, tokens=1, **fields)
+
+
+def serve(queue: FairQueue, tickets: list[Ticket]) -> Ticket | None:
+    """Release one; which."""
+    before = {ticket for ticket in tickets if ticket.turn.done()}
+    queue.offer(worker())
+    for ticket in tickets:
+        if ticket.turn.done() and ticket not in before:
+            queue.leave(ticket)
+            return ticket
+    return None
+
+
+def order(queue: FairQueue, tickets: list[Ticket]) -> list[Ticket]:
+    found = []
+    while (ticket := serve(queue, tickets)) is not None:
+        found.append(ticket)
+    return found
+
+
+# --- priority, weight and bound
+async def test_a_higher_priority_goes_first_and_a_heal_before_all() -> None:
+    queue = FairQueue(100)
+    low, plain, high = (enter(queue, priority=priority) for priority in (-5, 0, 5))
+    heal = enter(queue, priority=-50, ahead=True)
+    later = enter(queue, "b", priority=5)
+    assert order(queue, [low, plain, high, heal, later]) == [heal, high, later, plain, low]
+
+
+async def test_weights_share_one_priority() -> None:
+    queue = FairQueue(1000)
+    tickets = [enter(queue, tenant, weight=weight) for tenant, weight in (("one", 1), ("three", 3)) for _ in range(80)]
+    first = order(queue, tickets)[:80]
+    counts = Counter(ticket.tenant for ticket in first)
+    assert abs(counts["three"] - 60) <= 2
+
+
+async def test_a_full_line_sheds_the_newest_of_the_lowest_priority() -> None:
+    queue = FairQueue(3)
+    low = [enter(queue, priority=-1) for _ in range(2)]
+    plain = enter(queue, "b")
+    high = enter(queue, "c", priority=3)
+    with pytest.raises(Overloaded) as shed:
+        low[1].turn.result()
+    assert shed.value.retry_after
+    queue.leave(low[1])
+    assert not low[0].turn.done()
+    assert not plain.turn.done()
+    assert len(queue) == 3
+    # Nobody here has less than it.
+    with pytest.raises(Overloaded) as refused:
+        enter(queue, "d", priority=-2)
+    assert refused.value.retry_after
+    assert order(queue, [low[0], plain, high]) == [high, plain, low[0]]
+
+
+async def test_a_full_line_belongs_to_no_tenant_alone() -> None:
+    queue = FairQueue(8)
+    greedy = [enter(queue, "greedy") for _ in range(8)]
+    modest = [enter(queue, "modest") for _ in range(4)]
+    assert [ticket.turn.done() for ticket in greedy] == [False] * 4 + [True] * 4
+    assert all(isinstance(ticket.turn.exception(), Overloaded) for ticket in greedy[4:])
+    for tenant in ("greedy", "modest"):
+        with pytest.raises(Overloaded):
+            enter(queue, tenant)
+    assert len(queue) == 8
+    assert not any(ticket.turn.done() for ticket in modest)
+
+
+async def test_heals_are_neither_counted_out_nor_shed() -> None:
+    queue = FairQueue(1)
+    heals = [enter(queue, ahead=True) for _ in range(3)]
+    with pytest.raises(Overloaded):
+        enter(queue, "b", priority=100)
+    assert order(queue, heals) == heals
+
+
+async def test_a_ticket_that_was_cancelled_just_now_gets_no_turn() -> None:
+    queue = FairQueue(10)
+    gone, stays = enter(queue), enter(queue)
+    # Its request has not run yet to leave the line.
+    gone.turn.cancel()
+    queue.offer(worker())
+    assert stays.turn.done()
+    assert len(queue) == 1
+    queue.leave(gone)
+    queue.leave(stays)
+    assert not len(queue)
+    assert not queue.waiting("m")
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("enter"), st.sampled_from("abc"), st.integers(-1, 1), st.booleans()),
+            st.tuples(st.sampled_from(["leave", "again", "cancel"]), st.integers(0, 30)),
+            st.tuples(st.just("offer"), st.integers(1, 3)),
+        ),
+        max_size=60,
+    )
+)
+def test_whatever_happens_the_line_is_counted_right(actions: list[Any]) -> None:
+    async def run() -> None:
+        queue = FairQueue(5, shared=True)
+        tickets: list[Ticket] = []
+        links = []
+        for kind, *args in actions:
+            if kind == "enter":
+                try:
+                    tickets.append(enter(queue, args[0], priority=args[1], ahead=args[2]))
+                except Overloaded:
+                    assert len(queue) >= 5
+            elif kind == "offer":
+                links.append(worker(args[0]))
+                queue.offer(links[-1])
+            elif tickets:
+                ticket = tickets[args[0] % len(tickets)]
+                if kind == "leave":
+                    queue.leave(ticket)
+                elif kind == "cancel" and not ticket.turn.done():
+                    ticket.turn.cancel()
+                elif kind == "again" and ticket.promised is not None:
+                    queue.reenter(ticket)
+            assert len(queue) == sum(ticket.lined_up for ticket in tickets)
+            assert queue.busy.is_set() == bool(len(queue))
+            assert sum(link.seats.promised for link in links) == sum(t.promised is not None for t in tickets)
+            fresh = sum(ticket.lined_up and not ticket.ahead for ticket in tickets)
+            assert fresh <= 5 + sum(1 for action in actions if action[0] == "again")
+        for ticket in tickets:
+            queue.leave(ticket)
+        assert not len(queue)
+        assert not queue.waiting("m")
+        assert all(link.seats.promised == 0 for link in links)
+
+    asyncio.run(run())
+
+
+# --- the pace
+def test_nothing_measured_promises_nothing() -> None:
+    pace = Pace()
+    pace.begin(0.0)
+    assert pace.wait_s(100, 5.0) is None
+    assert pace.wait_s(0, 5.0) == 0.0
+    for index in range(LEAST_RELEASES):
+        pace.released(10, 6.0 + index)
+    wait = pace.wait_s(100, 10.0)
+    assert wait is not None
+    assert 10.0 < wait < 40.0
+
+
+def test_the_pace_counts_only_time_in_which_somebody_waited() -> None:
+    pace = Pace()
+    now = 0.0
+    for _ in range(4):
+        pace.begin(now)
+        for _ in range(10):
+            now += 1.0
+            pace.released(20, now)
+        pace.end(now)
+        now += 30.0
+    pace.begin(now)
+    assert pace.wait_s(100, now) == pytest.approx(5.0, rel=0.1)
+    pace.end(now)
+    pace.begin(now + FORGET_S + 1)
+    assert pace.wait_s(100, now + FORGET_S + 1) is None
+
+
+@given(
+    rate=st.sampled_from([5.0, 50.0, 1000.0]),
+    costs=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40)), min_size=30, max_size=60),
+    mine=st.sampled_from("abcd"),
+)
+def test_the_estimate_is_about_what_the_wait_is(rate: float, costs: list[tuple[str, int]], mine: str) -> None:
+    """Workers give out `rate` tokens a second; a newcomer's estimate against when its turn comes."""
+
+    async def run() -> None:
+        clock = Clock()
+        queue = FairQueue(1000, clock=clock)
+        warm = [enter(queue, tenant, cost) for tenant in "abc" for cost in (7, 13, 20, 30, 9, 17) * 10]
+        tickets = warm + [enter(queue, tenant, cost) for tenant, cost in costs]
+        for _ in range(len(warm) // 2):
+            ticket = serve(queue, tickets)
+            assert ticket is not None
+            clock.now += ticket.cost / rate
+        estimate = queue.estimate(mine, "m")
+        if estimate is None:  # The whole warm-up took less than it takes to tell.
+            return
+        newcomer = enter(queue, mine, 20)
+        began = clock.now
+        while not newcomer.turn.done():
+            ticket = serve(queue, [*tickets, newcomer])
+            assert ticket is not None
+            if ticket is not newcomer:
+                clock.now += ticket.cost / rate
+        waited = clock.now - began
+        # Released costs come in lumps of up to 40.
+        assert abs(estimate - waited) <= 0.2 * waited + 4 * 40 / rate
+
+    asyncio.run(run())
+
+
+async def measured(clock: Clock, *, early_refusal: bool = True) -> tuple[FairQueue, list[Ticket]]:
+    """A queue that releases 10 tokens a second, with 300 of tenant a's waiting."""
+    queue = FairQueue(100, clock=clock, early_refusal=early_refusal, rng=random.Random(1))
+    tickets = [enter(queue) for _ in range(50)]
+    for _ in range(20):
+        clock.now += 1.0
+        serve(queue, tickets)
+    return queue, tickets
+
+
+async def test_who_cannot_be_served_in_time_is_refused_at_once() -> None:
+    clock = Clock()
+    queue, _ = await measured(clock)
+    with pytest.raises(Overloaded) as raised:
+        enter(queue, within_s=20.0)
+    # Thirty wait, one a second.
+    assert raised.value.retry_after == pytest.approx(30.0, rel=0.35)
+    assert len(queue) == 30
+    assert enter(queue, within_s=40.0)
+    # Another tenant's turn comes sooner, and a higher priority's, and a heal waits as long as it has to.
+    assert enter(queue, "b", within_s=2.0)
+    assert enter(queue, "c", within_s=0.5, priority=1)
+    assert enter(queue, within_s=0.0, ahead=True)
+    # Workers that release nothing any more.
+    clock.now += 60.0
+    with pytest.raises(Overloaded) as stuck:
+        enter(queue, within_s=40.0)
+    assert stuck.value.retry_after
+    assert stuck.value.retry_after <= 72.0
+
+
+async def test_early_refusal_can_be_off_and_a_cold_start_refuses_nobody() -> None:
+    clock = Clock()
+    queue, _ = await measured(clock, early_refusal=False)
+    assert enter(queue, within_s=0.1)
+    cold = FairQueue(100, clock=clock)
+    for _ in range(50):
+        enter(cold, within_s=0.01)
+    assert cold.estimate("a", "m") is None
+    assert 0.8 <= cold.retry_after("a", "m") <= 1.2
+
+
+async def test_retries_are_spread() -> None:
+    queue, _ = await measured(Clock())
+    told = {round(queue.retry_after("a", "m"), 3) for _ in range(50)}
+    assert len(told) > 20
+    estimate = queue.estimate("a", "m")
+    assert estimate is not None
+    assert all(0.75 * estimate <= each <= 1.25 * estimate for each in told)
+
+
+# --- several gateways
+class Sums:
+    """A store of one process: what all gateways released, by period."""
+
+    def __init__(self) -> None:
+        self.period = 0
+        self.away = False
+        self.sums: Counter[tuple[int, str, str]] = Counter()
+        self.calls = 0
+
+    async def exchange(self, charges: Mapping[str, Mapping[str, int]]) -> tuple[int, dict[str, dict[str, int]]] | None:
+        self.calls += 1
+        if self.away:
+            return None
+        for model, tenants in charges.items():
+            for tenant, cost in tenants.items():
+                self.sums[self.period, model, tenant] += cost
+        return self.period, {
+            model: {t: cost for (p, m, t), cost in self.sums.items() if (p, m) == (self.period, model)}
+            for model in charges
+        }
+
+
+async def gateways(stores: list[Any], rounds: int, *, ask: list[str], on_round: Any = None) -> list[Counter[str]]:
+    """Each releases one request a round, and tells the others every other round; what each tenant got at each. `ask`:
+    for each gateway its tenants, who always have requests waiting. Costs are alike."""
+    queues = [FairQueue(10_000, shared=True) for _ in stores]
+    shared = [SharedCharges(queue, store) for queue, store in zip(queues, stores, strict=True)]
+    waiting: list[dict[str, Ticket]] = [{} for _ in queues]
+    got: list[Counter[str]] = [Counter() for _ in queues]
+    for number in range(rounds):
+        for queue, tenants, tickets, mine in zip(queues, ask, waiting, got, strict=True):
+            for tenant in tenants:
+                if tenant not in tickets:
+                    tickets[tenant] = enter(queue, tenant)
+            served = serve(queue, list(tickets.values()))
+            assert served is not None
+            del tickets[served.tenant]
+            mine[served.tenant] += served.cost
+        if on_round is not None:
+            on_round(number)
+        if number % 2:
+            for each in shared:
+                await each.step()
+    for queue, tickets in zip(queues, waiting, strict=True):
+        for ticket in tickets.values():
+            queue.leave(ticket)
+    return got
+
+
+@pytest.mark.parametrize("ask", [["xy", "xz"], ["xy", "x"], ["xyz", "xyz"], ["xy", "z"]])
+async def test_two_gateways_give_no_tenant_a_double_share(ask: list[str]) -> None:
+    store = Sums()
+
+    def turn(number: int) -> None:
+        store.period = number // 70
+
+    got = sum(await gateways([store, store], 300, ask=ask, on_round=turn), Counter[str]())
+    if ask == ["xy", "z"]:
+        # Apart: nobody has a share to give away.
+        assert got["z"] == 3000
+        assert abs(got["x"] - got["y"]) <= 20
+    else:
+        assert max(got.values()) - min(got.values()) <= 0.05 * max(got.values()), got
+
+
+async def test_without_the_store_each_gateway_is_fair_by_itself() -> None:
+    store = Sums()
+    store.away = True
+    got = await gateways([store, store], 100, ask=["xy", "xz"])
+    assert got == [{"x": 500, "y": 500}, {"x": 500, "z": 500}]
+
+
+async def test_a_store_that_comes_and_goes_charges_nobody_twice() -> None:
+    store = Sums()
+
+    def flicker(number: int) -> None:
+        store.away = number % 20 in (5, 6, 7)
+
+    got = sum(await gateways([store, store], 400, ask=["xy", "xz"], on_round=flicker), Counter[str]())
+    # What was released while the store was away is not known of.
+    assert max(got.values()) - min(got.values()) <= 0.25 * max(got.values()), got
+
+
+@given(st.lists(st.text("vwxyz", min_size=1, max_size=4).map(set), min_size=2, max_size=4))
+def test_who_has_more_in_all_is_given_nothing_here(asked: list[set[str]]) -> None:
+    """Where two tenants wait, the one that has more over all gateways got it elsewhere."""
+    ask = ["".join(sorted(tenants)) for tenants in asked]
+    got = asyncio.run(gateways([Sums()] * len(ask), 150, ask=ask))
+    total = sum(got, Counter[str]())
+    lumps = 150
+    for tenants, mine in zip(ask, got, strict=True):
+        for more in tenants:
+            if any(total[more] > total[less] + lumps for less in tenants):
+                assert mine[more] <= lumps, (ask, got)
+
+
+async def test_nothing_is_asked_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.queue.shared.INTERVAL_S", (0.001, 0.002))
+    store = Sums()
+    queue = FairQueue(10, shared=True)
+    task = asyncio.create_task(SharedCharges(queue, store).run())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert store.calls == 0
+    tickets = [enter(queue), enter(queue)]
+    async with asyncio.timeout(60):
+        while store.calls < 3:
+            await asyncio.sleep(0.001)
+        serve(queue, tickets)
+        serve(queue, tickets)
+        # What was released last is told as well, and then it is quiet.
+        while queue.owes or sum(store.sums.values()) < 20:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        quiet = store.calls
+        await asyncio.sleep(0.02)
+    assert store.calls == quiet
+    task.cancel()
+
+
+async def test_over_a_real_store() -> None:
+    valkey = Valkey()
+    stores = [RedisStore(valkey.url, timeout_s=5.0) for _ in range(2)]
+    watches = [asyncio.create_task(store.watch()) for store in stores]
+    try:
+        async with asyncio.timeout(60):
+            for store in stores:
+                await store.checked.wait()
+        clock = Clock()
+        each = await gateways(
+            [FairStore(store, clock) for store in stores],
+            200,
+            ask=["xy", "xz"],
+            on_round=lambda number: setattr(clock, "now", 100.0 + number),
+        )
+        got = sum(each, Counter[str]())
+        assert max(got.values()) - min(got.values()) <= 60, got
+        valkey.kill()
+        assert await FairStore(stores[0]).exchange({"m": {"x": 1}}) is None
+    finally:
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+        for store in stores:
+            await store.close()
+        valkey.close()
+
+
+def test_infinite_waits_are_told_in_bounds() -> None:
+    async def run() -> None:
+        clock = Clock()
+        queue, _ = await measured(clock)
+        clock.now += 1e6
+        assert queue.retry_after("a", "m") <= 72.0
+        assert math.isfinite(queue.retry_after("a", "m"))
+
+    asyncio.run(run())
