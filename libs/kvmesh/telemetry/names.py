@@ -104,6 +104,16 @@ GATEWAY_DEGRADED = _counter("gateway_degraded_total", "Requests placed without a
 GATEWAY_SLOW_READERS = _counter("gateway_slow_readers_total", "Requests aborted since their reader was too slow.")
 GATEWAY_FLIGHTS = _counter("gateway_flights_total", "Shared generations, by what this gateway did in them.", "role")
 GATEWAY_WORKERS = _gauge("gateway_workers", "Workers whose frames are open, by state.", "state")
+LIMITS_REFUSED = _counter("limits_refused_total", "Requests that a tenant's limit kept out, by limit.", "limit")
+LIMITS_LOCAL = _counter("limits_local_total", "Requests let in by this process alone, since Redis was away.")
+LIMITS_STOPPED = _counter("limits_stopped_total", "Running requests that ended because their budget was spent.")
+LIMITS_TOP_UPS = _counter(
+    "limits_top_ups_total", "Times a running request took more of its budget, by outcome.", "outcome"
+)
+LIMITS_HOLDS = _gauge("limits_holds", "Requests of this process that hold something of a limit.")
+LIMITS_UNSETTLED = _gauge("limits_unsettled", "Settlements that Redis has not confirmed yet.")
+LIMITS_LOST = _counter("limits_lost_total", "Settlements lost while Redis was away and no journal was set.")
+LIMITS_DISK = _counter("limits_disk_errors_total", "Failed operations on the journal or the usage file.")
 AUTH_FAILURES = _counter("auth_failures_total", "Calls refused by authentication, by cause.", "cause")
 
 # --- router --------------------------------------------------------------------------------------------------------
