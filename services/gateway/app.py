@@ -24,9 +24,8 @@ from services.gateway.flights.view import SharedGenerations
 from services.gateway.front import Front
 from services.gateway.generation import RequestSettings
 from services.gateway.heals import Heals
-from services.gateway.kserve.service import SERVICE_NAME as KSERVE_SERVICE_NAME
 from services.gateway.kserve.service import InferenceServiceServicer
-from services.gateway.limits.contract import NoLimits
+from services.gateway.limits.limiter import Limits
 from services.gateway.link import WorkerLink
 from services.gateway.placement import Placer
 from services.gateway.prepare import Preparer, Rules
@@ -106,6 +105,7 @@ class Gateway:
         self.redis = _redis(settings)
         flight_store = FlightStore(self.redis, self.gateway_id) if self.redis is not None else None
         self.flights = Flights(flight_store, context.tasks)
+        self.limits = Limits(settings.limits, self.redis, context.tasks, name=self.gateway_id)
         self.front = Front(
             credentials=Credentials(settings.credentials_file),
             preparer=Preparer(self.fleet, self.tokenizers, rules),
@@ -116,7 +116,7 @@ class Gateway:
             routers=self.routers,
             heals=self.heals,
             fleet=self.fleet,
-            limiter=NoLimits(),
+            limiter=self.limits,
             flights=SharedGenerations(self.flights, settings.total_limit_s),
             shadows=Shadows(
                 placer=self.placer,
@@ -153,8 +153,7 @@ class Gateway:
             self.queue.offer(link)
 
     def _on_change(self) -> None:
-        for service in (SERVICE_NAME, KSERVE_SERVICE_NAME):
-            self._context.server.set_ready(self.fleet.ready, service)
+        self._context.server.set_ready(self.fleet.ready)
         self.heals.changed()
         if len(self.queue):
             for link in self.fleet.links():
@@ -166,6 +165,7 @@ class Gateway:
         if self.redis is not None:
             self._context.tasks.spawn(self.redis.watch(), name="redis-watch")
             self._context.tasks.spawn(SharedCharges(self.queue, FairStore(self.redis)).run(), name="shared-charges")
+        self.limits.start()
         self.flights.start()
         self.routers.watch(self.fleet)
         if self._settings.workers:
@@ -194,6 +194,7 @@ class Gateway:
         """Close the links to workers, routers and Redis."""
         self.fleet.close()
         await self.routers.close()
+        await self.limits.close()
         if self.redis is not None:
             await self.redis.close()
 

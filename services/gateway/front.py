@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import grpc
+
 from kvmesh.errors import Cancelled, DeadlineExceeded, KvmeshError, NotFound
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.credentials import Credentials, Principal
@@ -110,8 +112,12 @@ class Front:
                     span.set_attribute(names.GEN_AI_RESPONSE_MODEL, job.served)
                     observer = Observer(span, operation, job.served, running.started)
                     hold = await _in_time(limits, self.limiter.take(principal, job, running.stop))
-                    caller.admitted(hold.state)
-                    await running.run(job, observer, hold)
+                    try:
+                        caller.admitted(hold.state)
+                        await running.run(job, observer, hold)
+                    finally:
+                        # The request has done so, unless it never began.
+                        hold.settle(pb.Usage(), None, grpc.StatusCode.INTERNAL.value[0])
             except ClientGone as exc:
                 raise Cancelled("the client left") from exc
             finally:

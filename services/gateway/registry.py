@@ -47,15 +47,12 @@ class Registry:
     def hold(self, principal: Principal, request_id: str, request: Running) -> Iterator[None]:
         """Count and name a request while it runs.
 
-        Overloaded over the gateway's or the tenant's number of requests at a time; AlreadyExists for an id in use.
+        Overloaded over the gateway's number of requests at a time (a tenant's own is the limiter's to say);
+        AlreadyExists for an id in use.
         """
-        tenant, limit = principal.tenant, principal.policy.max_concurrent
+        tenant = principal.tenant
         if len(self._running) >= self._max_requests:
             raise Overloaded(f"this gateway holds {self._max_requests} requests already", retry_after=1.0)
-        if limit and self._held[tenant] >= limit:
-            raise Overloaded(
-                f"this tenant may run {limit} requests at a time", retry_after=1.0, details={"limit": "max_concurrent"}
-            )
         key = (tenant, request_id)
         if key in self._running:
             raise AlreadyExists(f"request {request_id!r} is running", details={"field": "request_id"})

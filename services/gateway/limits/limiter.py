@@ -22,7 +22,7 @@ from services.gateway.job import Job
 from services.gateway.limits.contract import Hold, LimitState, NoHold, Window
 from services.gateway.limits.estimate import Lengths
 from services.gateway.limits.hold import TenantHold, exceeded
-from services.gateway.limits.ledger import Ledger
+from services.gateway.limits.ledger import BATCH_S, Ledger
 from services.gateway.limits.local import LocalLimits
 
 log = logging.getLogger(__name__)
@@ -106,6 +106,10 @@ class Limits:
             return hold
         try:
             taken = await self._ask(hold)
+            if taken is not None and taken.verdict in ("concurrent", "held"):
+                # What has just ended may be on its way: a client that sends one after the other is not to be refused.
+                await self._catch_up()
+                taken = await self._ask(hold)
         except BaseException:
             # It may have been let in all the same.
             hold.settle(pb.Usage(), None, 1)
@@ -134,6 +138,13 @@ class Limits:
         if taken is not None:
             self._away_since = None
         return taken
+
+    async def _catch_up(self) -> None:
+        """Until what ended before now is settled, here and in other processes."""
+        # Never cancelled in the middle: what it has begun to settle is in its hands alone.
+        flush = self._tasks.spawn(self.ledger.flush(), name="limits-flush", essential=False)
+        await asyncio.wait({flush}, timeout=TAKE_S)
+        await asyncio.sleep(2 * BATCH_S)
 
     def _alone(self, hold: TenantHold) -> Taken:
         """Decide without Redis."""
