@@ -7,10 +7,13 @@
         print(stream.finished.usage)
 
 `SyncClient` is the same for programs without an event loop. Failures raise the classes of `kvmesh.errors`.
+docs/client.md tells the rest.
 """
 
+from kvmesh.client.answer import Answer
 from kvmesh.client.client import DEFAULT_MODEL, Client
+from kvmesh.client.retry import NO_RETRY, Retry
 from kvmesh.client.stream import Stream
 from kvmesh.client.sync import SyncClient, SyncStream
 
-__all__ = ["DEFAULT_MODEL", "Client", "Stream", "SyncClient", "SyncStream"]
+__all__ = ["DEFAULT_MODEL", "NO_RETRY", "Answer", "Client", "Retry", "Stream", "SyncClient", "SyncStream"]
