@@ -260,6 +260,7 @@ class EngineCore:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise Internal(f"the engine's step did not end within {timeout_s} s")
+        self.scheduler.close()
 
     # -- core thread
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvmesh.engine.runner import SamplingParams, TokenLogprobs
 from kvmesh.errors import KvmeshError
+from kvmesh.grammar.match import Match
 
 
 class RequestKey(NamedTuple):
@@ -51,6 +52,7 @@ class EngineRequest:
     ttft_deadline holds until the first token (PREFILL_ONLY: until the prompt is computed), total_deadline until Ended.
     local_remainder: REMOTE only: when at most so many prompt tokens are not in the prefix cache, the core computes them
     here without asking (Admitted.awaiting is then False).
+    grammar: what the output must match, with the healed output taken already; each choice goes on from a copy.
     """
 
     key: RequestKey
@@ -67,6 +69,7 @@ class EngineRequest:
     total_deadline: float | None = None
     first_choice: int = 0
     local_remainder: int = 0
+    grammar: Match | None = None
 
 
 @dataclass(slots=True)

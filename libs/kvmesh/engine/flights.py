@@ -84,7 +84,7 @@ def _plan_rows(scheduler: Scheduler, slices: list[Slice]) -> int:
     running, plan, pages = scheduler.running, scheduler.plan, scheduler.pages
     page_size = pages.page_size
     tokens = np.empty(len(running), np.int32)
-    rows = 0
+    rows = left_out = 0
     for choice in running:
         start, pending, request = choice.computed + choice.ahead, choice.pending, choice.request
         if choice.state is not SeqState.DECODE:
@@ -100,6 +100,13 @@ def _plan_rows(scheduler: Scheduler, slices: list[Slice]) -> int:
                 raise _GiveUp  # its forks need copies
         if pending and choice.total_len + pending >= request.limit_len:
             continue  # it ends with the token that is pending
+        if pending and choice.match is not None:
+            # What may follow hangs on that token: its turn is the step after. Where that is so for most, there is
+            # little to be done ahead.
+            left_out += 1
+            if 2 * left_out > len(running):
+                raise _GiveUp
+            continue
         if start == choice.num_pages * page_size and not pages.grow(choice):
             raise _GiveUp  # somebody must be preempted
         tokens[rows] = PENDING if pending else choice.output[-1]

@@ -50,6 +50,14 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
 
+class TokenMask(Protocol):
+    """Which tokens a grammar allows next; computed beside the forward pass."""
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        """Bit t % 32 of word t // 32 is set where token t may be drawn; at least one is. Waits for it. It covers the
+        vocabulary, and is to be read before the step's result is handed back."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampleInput:
     """What the sampler needs for one row.
@@ -58,6 +66,7 @@ class SampleInput:
     whole sequence of the token being sampled. `banned_token_ids` may not be sampled (eos/stop ids while output is
     shorter than min_tokens).
     pending: the slice's token is PENDING: output_token_ids lacks it, `position` and the ban count it.
+    grammar: nothing else than its mask allows may be sampled, whatever is banned; never together with pending.
     """
 
     params: SamplingParams
@@ -67,6 +76,7 @@ class SampleInput:
     output_token_ids: Sequence[int]
     banned_token_ids: frozenset[int] = frozenset()
     pending: bool = False
+    grammar: TokenMask | None = None
 
 
 @dataclass(frozen=True, slots=True)

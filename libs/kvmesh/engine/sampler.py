@@ -15,7 +15,7 @@ import torch
 from kvmesh.engine.runner import SampleInput, TokenLogprobs
 from kvmesh.engine.sampling.logprobs import token_logprobs
 from kvmesh.engine.sampling.noise import uniform
-from kvmesh.engine.sampling.processors import adjust, distribution, draw, needs_processing
+from kvmesh.engine.sampling.processors import adjust, distribution, draw, needs_processing, permitted_ids
 
 Row = npt.NDArray[np.float32]
 # In place of a token, where the model's logits are no numbers.
@@ -28,6 +28,8 @@ def sample_row(logits: Row, sample: SampleInput) -> int:
     row = logits
     if not np.isfinite(logits.max()):
         return NO_TOKEN
+    if sample.grammar is not None:
+        return _within(permitted_ids(sample, len(logits)), logits, sample)
     if needs_processing(sample):
         row = adjust(logits, sample)
         if not row.max() > -np.inf:
@@ -37,6 +39,18 @@ def sample_row(logits: Row, sample: SampleInput) -> int:
         return int(row.argmax())
     ids, probs = distribution(row, params)
     return draw(ids, probs, uniform(params.seed, sample.choice, sample.position))
+
+
+def _within(allowed: npt.NDArray[np.int64], logits: Row, sample: SampleInput) -> int:
+    """One of the tokens that a grammar allows; they are few as a rule, so the rest is not looked at any more."""
+    params = sample.params
+    row = adjust(logits, sample)[allowed]
+    if not row.max() > -np.inf:
+        row = np.zeros_like(row)
+    if np.float32(params.temperature) <= 0.0:
+        return int(allowed[row.argmax()])
+    places, probs = distribution(row, params)
+    return int(allowed[draw(places, probs, uniform(params.seed, sample.choice, sample.position))])
 
 
 def sample_rows(

@@ -33,6 +33,7 @@ from kvmesh.engine.runner import Slice, SliceResult, StepBatch, StepResult, Toke
 from kvmesh.engine.seqpages import SequencePages
 from kvmesh.engine.sequence import IN_BATCH, QUEUED, WITH_SERVICE, Choice, Planned, Rank, Request, SeqState
 from kvmesh.errors import DataLoss, Internal, KvmeshError
+from kvmesh.grammar.masks import MaskThread
 
 _DECODE, _PREFILL = SeqState.DECODE, SeqState.PREFILL
 # With the service, and to join the batch later.
@@ -72,6 +73,9 @@ class Scheduler:
         self._eos = eos
         self._next_seq_id = 1
         self._step = 0
+        # Live requests with a grammar, and who computes their masks.
+        self._constrained = 0
+        self._masks = MaskThread()
         # Fork's sequence id → the copy of its partial page that the next step makes.
         self.copies: dict[int, tuple[Choice, int, int]] = {}
 
@@ -82,11 +86,13 @@ class Scheduler:
         request = Request(options, self._next_seq_id, self.limits.limit_len(options), self._eos, self.clock())
         self._next_seq_id += len(request.seqs)
         self.requests[options.key] = request
+        self._constrained += options.grammar is not None
         self.counters.prompt_tokens += len(request.prompt)
         reason = self._already_complete(request)
         if reason is not None:
             root = request.root
-            stop = root.output[-1] if reason is FinishReason.STOP else None
+            ends = request.stops | (root.match.eos if root.match is not None else frozenset())
+            stop = root.output[-1] if reason is FinishReason.STOP and root.output[-1] in ends else None
             self.events.append(
                 Tokens(request.key, root.choice, len(root.output), (), finish_reason=reason, stop_token_id=stop)
             )
@@ -100,6 +106,7 @@ class Scheduler:
         if request.ended:
             return
         request.ended = True
+        self._constrained -= request.options.grammar is not None
         for choice in request.seqs:
             self.end_choice(choice, keep=not isinstance(error, (Internal, DataLoss)))
         del self.requests[request.key]
@@ -190,8 +197,12 @@ class Scheduler:
         return self.batch(slices)
 
     def batch(self, slices: list[Slice]) -> StepBatch:
-        """The next step, of these slices."""
+        """The next step, of these slices; the masks that it needs are begun with."""
         self._step += 1
+        if self._constrained:
+            wanted = [p.match for planned in self.plan for p in planned.samplers if p.match is not None]
+            if wanted:
+                self._masks.fill(wanted)
         return StepBatch(self._step, slices, [(src, dst) for _, src, dst in self.copies.values()])
 
     def postprocess(self, result: StepResult, elapsed_s: float = 0.0) -> None:
@@ -475,6 +486,14 @@ class Scheduler:
         output = choice.output
         token = answer.token_ids[index]
         position = len(output)
+        over = False
+        stop: int | None
+        if (match := choice.match) is not None:
+            match.take(token)
+            if match.error is not None:
+                self.end(request, match.error)
+                return
+            over = match.over
         output.append(token)
         if request.first_token_at is None:
             request.first_token_at = now
@@ -486,8 +505,12 @@ class Scheduler:
                 choice.cumulative += scored.logprob
                 if request.options.sampling.want_logprobs:
                     logprobs = (scored,)
-        if token in request.stops and position >= request.sampling.min_tokens:
+        if token in request.stops and (over or position >= request.sampling.min_tokens):
             reason, stop = FinishReason.STOP, token
+        elif over:
+            # Nothing can follow, whatever min_tokens and ignore_eos say: the end itself need not be drawn.
+            reason = FinishReason.STOP
+            stop = token if match is not None and token in match.eos else None
         elif len(request.prompt) + position + 1 >= request.limit_len:
             reason, stop = FinishReason.LENGTH, None
         else:
@@ -506,6 +529,8 @@ class Scheduler:
             return None
         if output[-1] in request.stops and len(output) > request.sampling.min_tokens:
             return FinishReason.STOP
+        if request.root.match is not None and request.root.match.over:
+            return FinishReason.STOP
         return FinishReason.LENGTH if request.root.total_len >= request.limit_len else None
 
     def _take_scores(self, choice: Choice, answer: SliceResult) -> None:
@@ -520,6 +545,10 @@ class Scheduler:
             request.scores = []
 
     # -- looking
+
+    def close(self) -> None:
+        """Nothing will be scheduled any more."""
+        self._masks.close()
 
     def waiting_requests(self) -> int:
         """Requests that were never admitted."""

@@ -2,7 +2,8 @@
 
 It writes KV bytes that tell token, position and layer, checks on later steps that a sequence's whole history holds
 exactly those bytes, and draws its next token from a hash of the history, the seed and the choice: so output does not
-depend on batching, chunking, preemption or where the prompt was computed, and foreign or missing KV is noticed.
+depend on batching, chunking, preemption or where the prompt was computed, and foreign or missing KV is noticed. With
+a grammar it draws from what that allows, and comes to an end where it may.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from kvmesh.engine.runner import (
     StepResult,
     TokenLogprobs,
 )
+from kvmesh.engine.sampling.processors import permitted_ids
 from kvmesh.engine.scripted_kv import ScriptedKv, mix
 from kvmesh.errors import FailedPrecondition
+from kvmesh.grammar.match import Match
 from kvmesh.kv.layout import LAYOUT_VERSION, KvGroup, KvLayout
 from kvmesh.kv.ring import Doorbell
 
 # The byte tokenizer's vocabulary, padded.
 IM_START, EOS, VOCAB = 256, 257, 512
 _FIRST, _PRINTABLE = 32, 95
+_CLOSING = b'"}]'
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +178,38 @@ def history_digest(tokens: npt.NDArray[np.int32] | Sequence[int] | None) -> int:
 
 def scripted_token(digest: int, sample: SampleInput, eos_after: int | None = None) -> int:
     """The next token after a history: a printable byte that is not banned, or end-of-sequence where programmed."""
+    if sample.grammar is not None:
+        return _grammar_token(digest, sample)
     if eos_after is not None and len(sample.output_token_ids) >= eos_after and EOS not in sample.banned_token_ids:
         return EOS
-    mask = (1 << 64) - 1
-    key = (digest ^ (sample.params.seed * 0x9E3779B97F4A7C15 + sample.choice * 0xD1B54A32D192ED03)) & mask
-    at = int(mix(np.array([key], np.uint64))[0]) % _PRINTABLE
+    at = _draw(digest, sample) % _PRINTABLE
     for offset in range(_PRINTABLE):
         token = _FIRST + (at + offset) % _PRINTABLE
         if token not in sample.banned_token_ids:
             return token
     return _FIRST + at
+
+
+def _draw(digest: int, sample: SampleInput) -> int:
+    """64 bits for this token."""
+    mask = (1 << 64) - 1
+    key = (digest ^ (sample.params.seed * 0x9E3779B97F4A7C15 + sample.choice * 0xD1B54A32D192ED03)) & mask
+    return int(mix(np.array([key], np.uint64))[0])
+
+
+def _grammar_token(digest: int, sample: SampleInput) -> int:
+    """The end where it may be; else, one time in four, what closes something; else what comes first from a drawn byte
+    on. So nothing goes on for long that need not."""
+    allowed = permitted_ids(sample, VOCAB)
+    ids = set(allowed.tolist())
+    if EOS in ids:
+        return EOS
+    bits = _draw(digest, sample)
+    closing = [token for token in _CLOSING if token in ids] if bits >> 32 & 3 == 0 else []
+    if closing:
+        return closing[0]
+    at = bits % _PRINTABLE
+    return next((t for t in (_FIRST + (at + k) % _PRINTABLE for k in range(_PRINTABLE)) if t in ids), int(allowed[0]))
 
 
 def scripted_output(
@@ -193,14 +219,24 @@ def scripted_output(
     *,
     max_model_len: int = 8192,
     eos_after: int | None = None,
+    grammar: Match | None = None,
 ) -> tuple[list[int], bool]:
-    """What the scripted model answers to a prompt, computed alone: (output tokens, whether it ended by a stop)."""
+    """What the scripted model answers to a prompt, computed alone: (output tokens, whether it ended by a stop).
+
+    grammar: as in `EngineRequest`."""
+    match = grammar.copy() if grammar is not None else None
     stops = params.stop_token_ids | (frozenset() if params.ignore_eos else frozenset({EOS}))
     output: list[int] = []
     while len(output) < params.max_tokens and len(prompt) + len(output) < max_model_len:
         banned = stops if len(output) < params.min_tokens else frozenset()
-        sample = SampleInput(params, choice, len(prompt) + len(output), prompt, output, banned)
+        sample = SampleInput(params, choice, len(prompt) + len(output), prompt, output, banned, grammar=match)
+        if match is not None:
+            match.fill()
         output.append(scripted_token(history_digest([*prompt, *output]), sample, eos_after))
+        if match is not None:
+            match.take(output[-1])
+            if match.over:
+                return output, True
         if output[-1] in stops and len(output) > params.min_tokens:
             return output, True
     return output, False

@@ -177,6 +177,7 @@ class Choice:
         "first_block",
         "generation",
         "local_only",
+        "match",
         "muted",
         "num_pages",
         "output",
@@ -204,6 +205,8 @@ class Choice:
         self.rank: Rank = (-options.priority, options.arrival, seq_id)
         self.state = SeqState.WAITING
         self.output: list[int] = list(tail)
+        # Where the output stands in its grammar: with every token of `output` taken.
+        self.match = options.grammar.copy() if options.grammar is not None else None
         # Tokens whose KV is in the pages, as far as collected steps say.
         self.computed = 0
         # Of steps launched and not collected: tokens they compute, and tokens they sample for it.
@@ -290,4 +293,4 @@ class Choice:
         prompt, sampling, pending = request.prompt, request.sampling, self.pending
         made = len(output) + pending
         banned = request.banned if made < sampling.min_tokens else _NONE
-        return SampleInput(sampling, self.choice, len(prompt) + made, prompt, output, banned, pending > 0)
+        return SampleInput(sampling, self.choice, len(prompt) + made, prompt, output, banned, pending > 0, self.match)

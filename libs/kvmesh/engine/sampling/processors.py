@@ -1,6 +1,7 @@
 """From raw logits to the distribution that is sampled. numpy, one row at a time.
 
-Order: logit bias, banned ids, repetition, frequency and presence penalties; then temperature, top-k, top-p, min-p.
+Order: logit bias, banned ids, repetition, frequency and presence penalties; a grammar's mask; then temperature, top-k,
+top-p, min-p.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmesh.engine.runner import SampleInput, SamplingParams
+from kvmesh.grammar.match import without
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -23,6 +25,7 @@ def needs_processing(sample: SampleInput) -> bool:
     return bool(
         p.logit_bias
         or sample.banned_token_ids
+        or sample.grammar is not None
         or p.repetition_penalty != 1.0
         or p.frequency_penalty != 0.0
         or p.presence_penalty != 0.0
@@ -34,14 +37,26 @@ def _ids(tokens: Sequence[int] | frozenset[int], vocab: int) -> Ids:
     return ids[(ids >= 0) & (ids < vocab)]
 
 
+def permitted(sample: SampleInput) -> npt.NDArray[np.uint32]:
+    """The mask of a sample with a grammar: bans count as long as they leave anything."""
+    assert sample.grammar is not None
+    return without(sample.grammar.mask(), sample.banned_token_ids)
+
+
+def permitted_ids(sample: SampleInput, vocab: int) -> Ids:
+    """`permitted` as token ids, ascending."""
+    words = permitted(sample).astype("<u4", copy=False)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little", count=vocab))
+
+
 def adjust(logits: Floats, sample: SampleInput) -> Floats:
-    """A new row (vocab,) with bias, bans and penalties applied."""
+    """A new row (vocab,) with bias, bans and penalties applied; bans of a sample with a grammar are `permitted`'s."""
     p, vocab = sample.params, len(logits)
     row = logits.copy()
     for token, bias in p.logit_bias.items():
         if 0 <= token < vocab:
             row[token] += np.float32(bias)
-    if sample.banned_token_ids:
+    if sample.banned_token_ids and sample.grammar is None:
         row[_ids(sample.banned_token_ids, vocab)] = -np.inf
     if p.repetition_penalty != 1.0:
         seen = np.concatenate([_ids(sample.prompt_token_ids, vocab), _ids(sample.output_token_ids, vocab)])

@@ -40,8 +40,10 @@ from kvmesh.engine.worker.requests import DecodeRequests
 from kvmesh.engine.worker.state import DECODE, PREFILL, WorkerStatus, services_of
 from kvmesh.engine.worker.steps import StepHook, no_hook
 from kvmesh.errors import Cancelled, KvmeshError, Unavailable
+from kvmesh.grammar.compiler import GrammarCompiler
+from kvmesh.grammar.vocabulary import Vocabulary
 from kvmesh.kv.hashing import base_seed
-from kvmesh.loading.tokenizer import load_tokenizer
+from kvmesh.loading.tokenizer import TokenizerBundle, load_tokenizer
 from kvmesh.proto.v1 import engine_pb2_grpc
 from kvmesh.rpc.channel import MeshChannel, open_inner_channel
 from kvmesh.rpc.guard import Access
@@ -120,6 +122,7 @@ class Worker:
         self._runner = runner = await load_runner(settings)
         spec = "scripted" if settings.runner == "scripted" else settings.model
         tokenizer = await in_thread(lambda: load_tokenizer(spec), name="tokenizer-load")
+        grammars = await self._grammars(tokenizer, runner)
         route = await choose_route(settings, runner.layout(settings.page_size, 1))
         # Shielded: where the start is broken off, `close` waits for it before it takes away what this works on.
         self._under_way = making = asyncio.ensure_future(in_thread(lambda: self._make(runner, route), name="kv-setup"))
@@ -173,6 +176,7 @@ class Worker:
             link=link,
             staging=staging,
             nic_writes=NicWrites(settings.gpu, fatal) if route is Route.GPUDIRECT else None,
+            grammars=grammars,
             at_step=self._at_step,
         )
         pump.on_load(ctx.meters)
@@ -208,6 +212,19 @@ class Worker:
             "%s serves %s: %d pages of %d tokens, context %d",
             identity.worker_id, identity.served_name, layout.num_pages, layout.page_size, identity.max_model_len,
         )  # fmt: skip
+
+    async def _grammars(self, tokenizer: TokenizerBundle, runner: Runner) -> GrammarCompiler | None:
+        """None where nothing is decoded, or where the library does not know such a tokenizer."""
+        if self.settings.role == "prefill":
+            return None
+        info = runner.info
+        size, eos = max(info.vocab_size, tokenizer.vocab_size), info.eos_token_ids | tokenizer.eos_token_ids
+        try:
+            text = tokenizer.tokenizer.to_str()
+            return GrammarCompiler(await in_thread(lambda: Vocabulary(text, size, eos), name="grammar-load"))
+        except (KvmeshError, ImportError) as error:
+            log.warning("no grammars are served: %s", error)
+            return None
 
     def _make(self, runner: Runner, route: Route) -> tuple[KvMemory, Movers]:
         """Memory, what moves it, and the runner bound to it. Blocks: a GPU's graphs are captured here."""
@@ -382,6 +399,8 @@ class Worker:
         if (ctx := self.ctx) is None:
             return True
         ctx.core.abort_all(Cancelled("the worker has stopped"))
+        if ctx.grammars is not None:
+            ctx.grammars.close()
         if ctx.link is not None:
             await ctx.link.close()
         await ctx.channels.close()

@@ -20,6 +20,7 @@ from kvmesh.engine.worker.meters import Meters
 from kvmesh.engine.worker.pump import EventPump
 from kvmesh.engine.worker.steps import StepHook, no_hook
 from kvmesh.errors import NotFound
+from kvmesh.grammar.compiler import GrammarCompiler
 from kvmesh.kv.layout import KvLayout
 from kvmesh.rpc.tasks import BackgroundTasks
 from kvmesh.transfer.link import SidecarLink
@@ -58,6 +59,8 @@ class WorkerContext:
     staging: Staging | None = None
     # Where NICs write to the GPU's memory by themselves.
     nic_writes: NicWrites | None = None
+    # None: this worker serves no grammars.
+    grammars: GrammarCompiler | None = None
     at_step: StepHook = no_hook
     # A slot whose writer is done gets so long to count its last bytes; a sidecar so long to answer.
     lease_s: float = 5.0

@@ -13,9 +13,10 @@ from kvmesh.engine.worker.requests import DecodeRequest, DecodeRequests
 from kvmesh.engine.worker.state import WorkerStatus
 from kvmesh.engine.worker.steps import RequestStep
 from kvmesh.errors import Cancelled, FailedPrecondition
+from kvmesh.grammar.source import GrammarSource
 from kvmesh.kv.hashing import request_seed
 from kvmesh.proto.v1 import engine_pb2 as pb
-from kvmesh.proto.v1 import engine_pb2_grpc
+from kvmesh.proto.v1 import engine_pb2_grpc, inference_pb2
 from kvmesh.rpc.auth import ServicerContext, tenant_from
 from kvmesh.rpc.limits import RequestLimits
 from kvmesh.telemetry import names, tracing
@@ -48,6 +49,7 @@ class DecodeService(engine_pb2_grpc.DecodeServicer):
         ctx.check_model(request.model)
         stream = hub.get(request.gateway_id)
         sampling = check_submit(request, ctx.limits)
+        grammar = self._grammar(ctx, request.sampling)
         key = RequestKey(request.request_id, request.attempt)
         self.requests.check_new(key)
 
@@ -91,6 +93,7 @@ class DecodeService(engine_pb2_grpc.DecodeServicer):
             cache_salt=request.cache_salt,
             tenant=tenant,
             span=span,
+            grammar=grammar,
             on_done=self.requests.done,
         )
         try:
@@ -102,6 +105,13 @@ class DecodeService(engine_pb2_grpc.DecodeServicer):
             accepted.prefilled_here(cause)
         await ctx.at_step(RequestStep.SUBMITTED, key)
         return pb.SubmitResponse(incarnation=ctx.identity.incarnation, queue_position=position)
+
+    def _grammar(self, ctx: WorkerContext, sampling: inference_pb2.SamplingParams) -> GrammarSource | None:
+        if not sampling.HasField("grammar"):
+            return None
+        if ctx.grammars is None:
+            raise FailedPrecondition("this worker serves no grammars", details={"field": "sampling.grammar"})
+        return GrammarSource.of(sampling.grammar)
 
     def _targets(self, ctx: WorkerContext, request: pb.SubmitRequest) -> tuple[list[pb.PrefillTarget], str]:
         """Who may prefill, best first, or why it is done here, as far as that can be told before admission."""

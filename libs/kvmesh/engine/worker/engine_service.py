@@ -9,6 +9,7 @@ from kvmesh.engine.worker.context import WorkerContext
 from kvmesh.engine.worker.convert import load_proto
 from kvmesh.engine.worker.state import ROLES, WorkerStatus
 from kvmesh.errors import Unavailable
+from kvmesh.grammar.vocabulary import version
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.proto.v1 import engine_pb2_grpc
 from kvmesh.rpc.auth import ServicerContext
@@ -44,6 +45,7 @@ def worker_info(ctx: WorkerContext, status: WorkerStatus, address: str) -> pb.Wo
         total_pages=identity.layout.num_pages,
         eos_token_ids=sorted(identity.info.eos_token_ids),
         transports=client.transports if client is not None else (),
+        grammars=version() if ctx.grammars is not None else "",
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable
 
@@ -17,12 +19,15 @@ from kvmesh.engine.worker.convert import delta_proto, error_proto, logprob_proto
 from kvmesh.engine.worker.frames import GatewayStream
 from kvmesh.engine.worker.remote_prefill import RemotePrefill
 from kvmesh.engine.worker.steps import RequestStep, no_hook
-from kvmesh.errors import AlreadyExists, Cancelled, DeadlineExceeded, KvmeshError
+from kvmesh.errors import AlreadyExists, Cancelled, DeadlineExceeded, Internal, KvmeshError
+from kvmesh.grammar.source import GrammarSource
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.rpc.limits import RequestLimits
 from kvmesh.rpc.status import public_error
 from kvmesh.telemetry import names, tracing
 from kvmesh.transfer.handles import SlotResult
+
+log = logging.getLogger(__name__)
 
 # The core ends a request at its deadline. Where it cannot (a step hangs), the terminal is sent without it after this.
 OVERDUE_S = 5.0
@@ -43,6 +48,7 @@ class DecodeRequest:
         tenant: str,
         span: Span,
         on_done: Callable[[DecodeRequest], None],
+        grammar: GrammarSource | None = None,
     ) -> None:
         self.ctx = ctx
         self.key = request.key
@@ -67,9 +73,20 @@ class DecodeRequest:
         self._admitted_at: float | None = None
         self._kv_at: float | None = None
         self._first_at: float | None = None
+        # While its grammar is compiled it is not in the core yet; choices may be aborted meanwhile.
+        self._grammar = grammar
+        self._compiling: asyncio.Task[None] | None = None
+        self._early: set[int] = set()
 
     def start(self) -> None:
-        """Hand it to the core. Raises what the core refuses; no terminal follows then."""
+        """Hand it to the core, at once or when its grammar is there. Raises what the core refuses; no terminal follows
+        then."""
+        if self._grammar is not None:
+            self._compiling = self.ctx.spawn(self._compile(self._grammar), name="grammar")
+        else:
+            self._submit()
+
+    def _submit(self) -> None:
         self.ctx.pump.register(self.key, self)
         try:
             self.ctx.core.submit(self.engine_request)
@@ -77,13 +94,45 @@ class DecodeRequest:
             self.ctx.pump.forget(self.key)
             raise
 
+    async def _compile(self, grammar: GrammarSource) -> None:
+        """Wait for the grammar as others wait for pages; what fails here ends the request."""
+        compiler, request = self.ctx.grammars, self.engine_request
+        assert compiler is not None
+        try:
+            async with asyncio.timeout(self.limits.current(first_token_seen=False).timeout()):
+                match = await compiler.begin(
+                    grammar,
+                    request.token_ids[request.prompt_len :],
+                    request.sampling.stop_token_ids,
+                    request.sampling.ignore_eos,
+                )
+            self.engine_request = dataclasses.replace(request, grammar=match)
+            self._compiling = None
+            self._submit()
+        except KvmeshError as error:
+            self.finish(error, None)
+        except TimeoutError:
+            self.finish(DeadlineExceeded("the grammar was not compiled in time"), None)
+        except Exception as error:
+            log.exception("compiling a grammar failed")
+            self.finish(Internal(f"compiling the grammar failed: {error!r}"), None)
+        else:
+            if self._early:
+                self.abort_choices(self._early)
+
     def abort(self, error: KvmeshError) -> None:
         """End it with `error`; the terminal follows from the core."""
-        self.ctx.core.abort(self.key, error=error)
+        if self._compiling is not None:
+            self.finish(error, None)
+        else:
+            self.ctx.core.abort(self.key, error=error)
 
     def abort_choices(self, choices: Iterable[int]) -> None:
         """End single choices silently."""
-        self.ctx.core.abort(self.key, choices=list(choices))
+        if self._compiling is not None:
+            self._early.update(choices)
+        else:
+            self.ctx.core.abort(self.key, choices=list(choices))
 
     def prefilled_here(self, cause: str) -> None:
         """The prompt is computed on this worker: counted once, by its first cause."""
@@ -157,6 +206,8 @@ class DecodeRequest:
         self.ended = True
         if self._flow is not None:
             self._flow.cancel()
+        if self._compiling is not None and self._compiling is not asyncio.current_task():
+            self._compiling.cancel()
         end = pb.RequestEnd(request_id=self.key.request_id, attempt=self.key.attempt)
         e2e = time.monotonic() - self.engine_request.arrival
         if error is None and usage is not None:
