@@ -10,7 +10,6 @@ from kvmesh.errors import FailedPrecondition, Unavailable
 from kvmesh.proto.inference import grpc_predict_v2_pb2_grpc
 from kvmesh.proto.v1 import inference_pb2_grpc
 from kvmesh.rpc.channel import MeshChannel, open_inner_channel
-from kvmesh.rpc.credentials import Credentials
 from kvmesh.rpc.guard import Access
 from kvmesh.rpc.limits import Deadline
 from kvmesh.rpc.service import ServiceContext
@@ -24,6 +23,10 @@ from services.gateway.flights.view import SharedGenerations
 from services.gateway.front import Front
 from services.gateway.generation import RequestSettings
 from services.gateway.heals import Heals
+from services.gateway.http.app import App
+from services.gateway.http.face import Face
+from services.gateway.http.server import HttpServer
+from services.gateway.identity import credentials_of
 from services.gateway.kserve.service import InferenceServiceServicer
 from services.gateway.limits.limiter import Limits
 from services.gateway.link import WorkerLink
@@ -51,11 +54,6 @@ class Gateway:
 
     def __init__(self, context: ServiceContext[GatewaySettings]) -> None:
         settings = context.settings
-        if settings.credentials_file is not None and context.auth.token is None and settings.tls.cert is None:
-            raise FailedPrecondition(
-                "credentials_file needs mesh_token_file or tls.cert: inner services believe a tenant only from a "
-                "gateway that proves who it is"
-            )
         self._context = context
         self._settings = settings
         self.gateway_id = f"gw-{uuid.uuid4().hex}"
@@ -106,8 +104,9 @@ class Gateway:
         flight_store = FlightStore(self.redis, self.gateway_id) if self.redis is not None else None
         self.flights = Flights(flight_store, context.tasks)
         self.limits = Limits(settings.limits, self.redis, context.tasks, name=self.gateway_id)
+        proven = context.auth.token is not None or settings.tls.cert is not None
         self.front = Front(
-            credentials=Credentials(settings.credentials_file),
+            credentials=credentials_of(settings, self.redis, proven=proven),
             preparer=Preparer(self.fleet, self.tokenizers, rules),
             rules=rules,
             request_settings=request_settings,
@@ -133,6 +132,7 @@ class Gateway:
             access=Access.PUBLIC,
             while_draining=["Abort"],
         )
+        self.http = self._http()
         self.kserve = InferenceServiceServicer(self.front, ready=lambda: self.fleet.ready)
         context.server.add(
             grpc_predict_v2_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
@@ -140,6 +140,14 @@ class Gateway:
             access=Access.PUBLIC,
             while_draining=["ServerLive", "ServerReady", "ServerMetadata"],
         )
+
+    def _http(self) -> HttpServer | None:
+        settings = self._settings
+        if not settings.http_listen:
+            return None
+        face = Face(self.front, settings.http_max_body_bytes)
+        app = App(face, lambda: self._context.server.ready, cors_origins=settings.cors_origins)
+        return HttpServer(settings, app, face)
 
     def _open_channel(self, address: str) -> MeshChannel:
         return open_inner_channel(address, self._settings, self._context.auth.token)
@@ -179,19 +187,29 @@ class Gateway:
                 name="static-workers",
             )
 
+        if self.http is not None:
+            self._context.ready_info["http"] = await self.http.start()
+            self._context.tasks.spawn(self.http.run(), name="http")
+
     async def drain(self, deadline: Deadline) -> None:
         """Running requests finish by themselves; what still runs near the deadline gets its terminal error, and what
         other gateways follow is theirs to go on with."""
         log.info("%d request(s) running, %d waiting", len(self.registry), len(self.queue))
         self.flights.drain()
         self.kserve.stop()
+        if self.http is not None:
+            self.http.stop_listening()
         left = deadline.remaining()
         if not await self.registry.wait_idle(left - min(LAST_WORD_S, left / 2)):
             self.registry.stop_all(lambda: Unavailable("this gateway is stopping"))
+        if self.http is not None:
+            await self.http.finish(Deadline.after(min(LAST_WORD_S, deadline.remaining() / 2)))
         await self.flights.close(deadline.remaining() / 2)
 
     async def close(self) -> None:
-        """Close the links to workers, routers and Redis."""
+        """Close HTTP, then the links to workers, routers and Redis."""
+        if self.http is not None:
+            await self.http.close()
         self.fleet.close()
         await self.routers.close()
         await self.limits.close()

@@ -174,6 +174,15 @@ class Preparer:
             max_model_len=self._fleet.context(info.model),
         )
 
+    async def prompt_tokens(self, request: pb.GenerateRequest, principal: Principal) -> list[bytes]:
+        """The bytes of each token of a raw prompt, as a completion that echoes it needs them."""
+        self.check(request, principal)
+        tokenizer = await self._tokenizers.get(self._worker(request.model))
+        token_ids = await self._tokenize(request, None, tokenizer)
+        if max(token_ids, default=0) >= tokenizer.vocab_size:
+            raise validate.bad("prompt", f"a token id is outside the vocabulary of {tokenizer.vocab_size}")
+        return [tokenizer.raw_bytes(token_id) for token_id in token_ids]
+
     async def _tokenize(
         self, request: pb.GenerateRequest | pb.ChatRequest, shaped: Shape | None, tokenizer: ModelTokenizer
     ) -> list[int]:

@@ -1,0 +1,142 @@
+"""A request's body: read within its limits, then parsed as JSON of which there is only one reading."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, NoReturn
+
+from starlette.types import Receive, Scope
+
+from kvmesh.errors import InvalidArgument
+from services.gateway.http.errors import HttpError
+
+# Parsing a larger one would hold up every stream of this process.
+INLINE_BYTES = 64 * 1024
+# Of free-form parts, such as schemas.
+MAX_DEPTH = 100
+
+
+class Gone(Exception):
+    """The client left before its request was whole."""
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """First value of a header; `name` in lower case."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return None
+
+
+def check_type(scope: Scope) -> None:
+    """Only JSON, and not packed. A page of another origin cannot send that type without asking first."""
+    given = (header(scope, b"content-type") or b"").decode("latin-1")
+    kind = given.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        shown = f"the header 'Content-Type: {given[:64]}'" if given.isprintable() and given else "no Content-Type"
+        raise HttpError(
+            415,
+            f"Unsupported content type: this method takes 'application/json', and the request has {shown}.",
+            code="unsupported_content_type",
+        )
+    encoding = (header(scope, b"content-encoding") or b"identity").strip().lower()
+    if encoding != b"identity":
+        raise HttpError(415, "Unsupported content encoding: send the body as it is.", code="unsupported_encoding")
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> bytes:
+    """The whole body. HttpError 413 as soon as it is known to be larger than `limit`, 408 when it takes too long."""
+    declared = header(scope, b"content-length")
+    if declared is not None and declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Gone
+                part = message.get("body", b"")
+                size += len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                if part:
+                    parts.append(part)
+                if not message.get("more_body", False):
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+    except TimeoutError:
+        raise HttpError(408, f"The body did not arrive within {timeout_s:g} seconds.", code="request_timeout") from None
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, f"The body is larger than {limit} bytes.", code="too_large")
+
+
+async def parse_body(raw: bytes) -> dict[str, Any]:
+    """The JSON object in a body. InvalidArgument with one sentence for everything else."""
+    value = parse_json(raw) if len(raw) <= INLINE_BYTES else await asyncio.to_thread(parse_json, raw)
+    if not isinstance(value, dict):
+        raise _bad("The body must be a JSON object.")
+    return value
+
+
+def parse_json(raw: bytes) -> Any:
+    """JSON without duplicate names, NaN, or text that is not Unicode."""
+    if not raw.strip():
+        raise _bad("The body is empty; a JSON object is expected.")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as exc:
+        raise _bad(f"The body is not valid UTF-8 (byte {exc.start}).") from None
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        if "\\ud" in text or "\\uD" in text:
+            # Half a surrogate pair is no text: nothing behind here could carry it.
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as exc:
+        raise _bad(f"The body is not valid JSON: {exc.msg} at line {exc.lineno}, column {exc.colno}.") from None
+    except RecursionError:
+        raise _bad("The body is nested too deeply.") from None
+    except UnicodeEncodeError:
+        raise _bad("The body holds half of a surrogate pair.") from None
+    except ValueError:
+        # Digits without end.
+        raise _bad("The body is not valid JSON: a number in it is too long.") from None
+    return value
+
+
+def check_depth(value: Any, field: str) -> None:
+    """InvalidArgument for a free-form value that is nested deeper than `MAX_DEPTH`."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        deeper: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                deeper.extend(child for child in item.values() if isinstance(child, dict | list))
+            elif isinstance(item, list):
+                deeper.extend(child for child in item if isinstance(child, dict | list))
+        if not deeper:
+            return
+        level = deeper
+    raise InvalidArgument(f"{field}: is nested too deeply", details={"field": field})
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise _bad(f"The body has the name {name[:64]!r} twice in one object.")
+            seen.add(name)
+    return value
+
+
+def _constant(name: str) -> NoReturn:
+    raise _bad(f"The body is not valid JSON: {name} is no number.")
+
+
+def _bad(message: str) -> InvalidArgument:
+    return InvalidArgument(message, details={"code": "invalid_json"})

@@ -1,0 +1,194 @@
+"""One HTTP connection: uvicorn's protocol with the bounds it leaves to others.
+
+Head size and count, bytes that belong to nothing, pipelined requests, time to send a head, age of the connection, and
+clients that neither read nor leave. What breaks a bound gets its status in OpenAI's form, then the connection ends.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from services.gateway.http.errors import HttpError, error_body
+from services.gateway.http_tls import TlsAwareProtocol
+
+MAX_HEAD_BYTES = 32 * 1024
+MAX_HEADERS = 128
+MAX_URL_BYTES = 8 * 1024
+MAX_PIPELINED = 8
+HEAD_TIMEOUT_S = 20.0
+KEEP_ALIVE_S = 75.0
+# Without a byte taken off a full buffer.
+STALL_S = 60.0
+# After an answer to a body that was not read: what is still dropped before the connection goes.
+LINGER_S = 2.0
+LINGER_BYTES = 64 << 20
+
+
+class Refused(Exception):
+    """A bound is broken; from within the parser's callbacks."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.error = HttpError(status, message, code=code)
+
+
+class Connection(TlsAwareProtocol):
+    """See above. `max_age_s`: 0 = as long as the client likes. `max_body_bytes`: buffered before it is read."""
+
+    def __init__(self, *args: Any, max_age_s: float = 0.0, max_body_bytes: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._max_body_bytes = max_body_bytes
+        # A tenth more or less: connections made together do not come back together.
+        self._until = self.loop.time() + max_age_s * random.uniform(0.9, 1.1) if max_age_s else 0.0
+        self._head_since: float | None = self.loop.time()
+        self._begun = False
+        self._dropping = False
+        self._dropped = 0
+        # Bytes since the parser last gave something that is bounded elsewhere.
+        self._unclaimed = 0
+        self._refused: Refused | None = None
+        self._stalled: tuple[float, int] | None = None
+        self.app_state = {**self.app_state, "connection": self}
+
+    # --- what comes in
+    def data_received(self, data: bytes) -> None:
+        """Count, then parse."""
+        if self._dropping:
+            self._dropped += len(data)
+            if self._dropped > LINGER_BYTES:
+                self.abort()
+            return
+        if self._head_since is None and (self.cycle is None or not self.cycle.more_body):
+            self._head_since = self.loop.time()
+        self._unclaimed += len(data)
+        super().data_received(data)
+        if self._unclaimed > MAX_HEAD_BYTES and not self._dropping and self.parser is not None:
+            self._refuse(Refused(431, "The request's head is too large.", "headers_too_large"))
+
+    def send_400_response(self, msg: str) -> None:
+        """What the parser did not take: its own reason, or ours."""
+        self._refuse(self._refused or Refused(400, "The request is not valid HTTP.", "invalid_http"))
+
+    def on_message_begin(self) -> None:
+        """A new head."""
+        super().on_message_begin()
+        self._begun = True
+        self._head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        """Bounded."""
+        super().on_url(url)
+        if len(self.url) > MAX_URL_BYTES:
+            self._stop(414, "The URL is too long.", "url_too_long")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Bounded, those after the body too."""
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) >= MAX_HEADERS:
+            self._stop(431, "The request has too many headers.", "headers_too_large")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The request begins."""
+        self._unclaimed = 0
+        self._head_since = None
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop(429, "Too many requests at once on one connection.", "too_many_pipelined")
+        if len([1 for name, _ in self.headers if name in (b"content-length", b"host")]) > 2:
+            self._stop(400, "The request is not valid HTTP.", "invalid_http")
+        super().on_headers_complete()
+        if self._until and self.loop.time() >= self._until:
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        """What nobody has read yet is bounded too: a pipelined request waits with its body."""
+        self._unclaimed = 0
+        super().on_body(body)
+        if len(self.cycle.body) > self._max_body_bytes + MAX_HEAD_BYTES:
+            self._stop(413, f"The body is larger than {self._max_body_bytes} bytes.", "too_large")
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        self._unclaimed = 0
+        super().on_message_complete()
+
+    def _stop(self, status: int, message: str, code: str) -> None:
+        """Out of the parser: it turns every exception into its own and stops."""
+        self._refused = Refused(status, message, code)
+        raise self._refused
+
+    # --- the end of it
+    def _refuse(self, refused: Refused) -> None:
+        cycle = self.cycle
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            # Inside another answer there is no place for this one.
+            self.abort()
+            return
+        self.refuse(refused.error.http, error_body(refused.error), [])
+
+    def refuse(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        """Answer, though the request is not over, and end the connection: what still comes is dropped for a moment,
+        since a client that is cut off while it writes would never see the answer."""
+        if self._dropping or self.transport.is_closing():
+            return
+        content = [STATUS_LINE[status]]
+        pairs = [*self.server_state.default_headers, (b"content-type", b"application/json"), *headers]
+        pairs += [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        for name, value in pairs:
+            content += [name, b": ", value, b"\r\n"]
+        self.transport.write(b"".join([*content, b"\r\n", body]))
+        if self.cycle is not None:
+            self.cycle.response_started = self.cycle.response_complete = True
+            self.cycle.keep_alive = False
+            self.cycle.message_event.set()
+        self.pipeline.clear()
+        self._dropping = True
+        self._unset_keepalive_if_required()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.abort)
+
+    def abort(self) -> None:
+        """End it at once, whatever is buffered."""
+        self.transport.abort()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Nothing was asked for a while. What its client has not read by now is not waited for."""
+        if self.transport.get_write_buffer_size():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        else:
+            super().timeout_keep_alive_handler()
+
+    # --- looked at once a second
+    def look(self, now: float) -> None:
+        """End what is over time: heads, ages, clients that do not read."""
+        if self.transport.is_closing() and not self.transport.get_write_buffer_size():
+            return
+        waiting = self.transport.get_write_buffer_size()
+        if not waiting:
+            self._stalled = None
+        elif self._stalled is None or self._stalled[1] != waiting:
+            self._stalled = (now, waiting)
+        elif now - self._stalled[0] > STALL_S:
+            self.abort()
+            return
+        if self.idle and self._until and now >= self._until:
+            self.transport.close()
+        elif self._head_since is not None and not self._dropping:
+            limit = HEAD_TIMEOUT_S if self._begun else KEEP_ALIVE_S
+            if now - self._head_since > limit:
+                if self._begun and self.idle:
+                    self._refuse(Refused(408, "The request's head did not arrive in time.", "request_timeout"))
+                else:
+                    self.transport.close()
+
+    @property
+    def idle(self) -> bool:
+        """No answer is under way."""
+        return self.cycle is None or self.cycle.response_complete

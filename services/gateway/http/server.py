@@ -1,0 +1,153 @@
+"""The HTTP server of a gateway process: sockets, certificates, connections and their end, in the gateway's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import socket
+from email.utils import formatdate
+from typing import Any
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from kvmesh.config import GatewaySettings, split_host_port
+from kvmesh.errors import FailedPrecondition
+from kvmesh.rpc.limits import Deadline
+from kvmesh.rpc.tls import reloading_ssl_context
+from services.gateway.http.app import App
+from services.gateway.http.face import Face
+from services.gateway.http.protocol import KEEP_ALIVE_S, Connection
+
+log = logging.getLogger(__name__)
+LOOK_S = 1.0
+# Seconds in which an open stream that has nothing to say gives a sign of life.
+SIGN_OF_LIFE_S = 10.0
+BACKLOG = 2048
+
+
+class HttpServer:
+    """Serves `app` on `settings.http_listen`. FailedPrecondition when that cannot be bound."""
+
+    def __init__(self, settings: GatewaySettings, app: App, face: Face) -> None:
+        self._settings = settings
+        self._face = face
+        self._state = ServerState()
+        self._config = uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=int(KEEP_ALIVE_S),
+        )
+        # Every malformed byte of a stranger is not worth a line; what fails inside is logged where it fails.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        self._server: asyncio.Server | None = None
+        self._gone = asyncio.Event()
+        self.address = ""
+
+    @property
+    def connections(self) -> list[Connection]:
+        """Those that are open."""
+        return [one for one in self._state.connections if isinstance(one, Connection)]
+
+    async def start(self) -> str:
+        """Listen; returns "http://host:port" (https with certificates)."""
+        self._config.load()
+        tls = reloading_ssl_context(self._settings.tls) if self._settings.tls.serves_tls else None
+        bound = self._bind()
+        self._date()
+        make = functools.partial(
+            Connection,
+            config=self._config,
+            server_state=self._state,
+            app_state={},
+            max_age_s=self._settings.max_connection_age_s,
+            max_body_bytes=self._settings.http_max_body_bytes,
+        )
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(make, sock=bound, ssl=tls, backlog=BACKLOG)
+        host, port = bound.getsockname()[:2]
+        if host in ("0.0.0.0", "::"):
+            host = socket.gethostname()
+        self.address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+        log.info("HTTP on %s", self.address)
+        return self.address
+
+    def _bind(self) -> socket.socket:
+        listen = self._settings.http_listen
+        host, port = split_host_port(listen)
+        host = host.strip("[]")
+        bound: socket.socket | None = None
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, kind, protocol, _, address = found[0]
+            bound = socket.socket(family, kind, protocol)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if self._settings.processes > 1:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            bound.bind(address)
+            bound.setblocking(False)
+        except OSError as exc:
+            if bound is not None:
+                bound.close()
+            raise FailedPrecondition(f"cannot listen on {listen} for HTTP: {exc.strerror}") from None
+        return bound
+
+    async def run(self) -> None:
+        """Until cancelled: dates, connections over time, signs of life."""
+        loop = asyncio.get_running_loop()
+        next_signs = loop.time() + SIGN_OF_LIFE_S
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._date()
+            now = loop.time()
+            for connection in self.connections:
+                connection.look(now)
+            if now >= next_signs:
+                next_signs = now + SIGN_OF_LIFE_S
+                for exchange in list(self._face.live):
+                    await _sign(exchange)
+
+    def _date(self) -> None:
+        self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+
+    # --- the end
+    def stop_listening(self) -> None:
+        """No new connections; those that are open end with the answer they are at."""
+        self._face.draining = True
+        if self._server is not None:
+            self._server.close()
+        for connection in self.connections:
+            connection.shutdown()
+
+    async def finish(self, deadline: Deadline) -> None:
+        """Wait until the last answers have been written."""
+        while self._state.tasks and deadline.remaining() > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(deadline.remaining()):
+                    await asyncio.wait(list(self._state.tasks))
+
+    async def close(self) -> None:
+        """End what is left, at once."""
+        self.stop_listening()
+        for task in list(self._state.tasks):
+            task.cancel()
+        if self._state.tasks:
+            await asyncio.wait(list(self._state.tasks), timeout=1.0)
+        for connection in self.connections:
+            connection.abort()
+
+
+async def _sign(exchange: Any) -> None:
+    """Only where nothing was written since the last look, and nothing waits to be."""
+    idle = exchange.writes == exchange.seen_writes
+    exchange.seen_writes = exchange.writes
+    if idle and not exchange.scope["state"]["connection"].flow.write_paused:
+        await exchange.sign_of_life()
