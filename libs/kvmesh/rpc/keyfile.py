@@ -79,6 +79,22 @@ def is_ours(key: str) -> bool:
     return _OURS.fullmatch(key) is not None
 
 
+@dataclass(frozen=True, slots=True)
+class KeyInfo:
+    """A key as tools list it, wherever it is kept. `digest` is its SHA-256 in hex; a time that is None never comes."""
+
+    digest: str
+    tenant: str
+    name: str
+    created: dt.datetime | None = None
+    expires: dt.datetime | None = None
+    revoked: dt.datetime | None = None
+
+    def live(self, now: dt.datetime) -> bool:
+        """Whether it opens anything at `now`."""
+        return self.revoked is None and (self.expires is None or self.expires > now)
+
+
 class KeyRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
