@@ -467,8 +467,10 @@ class Generation:
         self._cached_tokens = max(self._cached_tokens, end.cached_tokens)
         if self._of(placed.share):
             error = Internal("the worker ended the request before its choices")
-            self._progress.failed(placed.link.info, error)
+            self._progress.failed(placed.link, error)
             raise error
+        placed.link.breaker.succeeded()
+        placed.link.breaker.left(placed.key)
 
     def _of(self, share: Share) -> list[int]:
         """Choices of a share that have not ended."""
@@ -503,7 +505,7 @@ class Generation:
         # Nobody here asked the worker to cancel: it was told so by the end of a stream, like any loss.
         healable = is_retryable(error) or isinstance(error, Cancelled)
         if (healable and not isinstance(error, Overloaded)) or isinstance(error, Internal | DataLoss):
-            self._progress.failed(info, error)
+            self._progress.failed(placed.link, error)
         moved = any(len(self._output.tokens(choice)) > len(share.output) for choice in choices)
         failures, turned_away = (0, 0) if moved else (share.failures, share.turned_away)
         if isinstance(error, Overloaded):

@@ -12,7 +12,9 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.auth import LOCAL_TENANT
 from kvmesh.rpc.limits import RequestLimits
 from kvmesh.rpc.status import row
+from services.gateway.breaker import accuses
 from services.gateway.chains import Kind, PromptNames
+from services.gateway.link import WorkerLink
 from services.gateway.output import worker_sampling
 from services.gateway.routers import Replica
 from services.gateway.speech.reader import MakeReader
@@ -225,11 +227,16 @@ class Progress:
     queued: bool = False
     failures: list[router_pb2.AttemptFailure] = field(default_factory=list)
 
-    def failed(self, info: engine_pb2.WorkerInfo, error: KvmeshError) -> None:
-        """A worker failed this request: it is not asked again, and breakers hear of it, once for all its choices."""
+    def failed(self, link: WorkerLink, error: KvmeshError) -> None:
+        """A worker failed this request: it is not asked again, and breakers hear of it, once for all its choices, where
+        the error speaks against the worker."""
+        info = link.info
         if self.excluded.get(info.worker_id) == info.incarnation:
             return
         self.excluded[info.worker_id] = info.incarnation
+        if not accuses(error):
+            return
+        link.breaker.failed(error)
         code = row(error).code.value[0]
         self.failures.append(
             router_pb2.AttemptFailure(worker_id=info.worker_id, incarnation=info.incarnation, code=code)

@@ -20,6 +20,7 @@ from kvmesh.rpc.channel import MeshChannel, cancelling
 from kvmesh.rpc.status import from_rpc_error
 from kvmesh.rpc.tasks import BackgroundTasks
 from kvmesh.telemetry import metrics, names
+from services.gateway.breaker import Breaker
 from services.gateway.demux import Demux, Key
 from services.gateway.inbox import Inbox
 from services.gateway.silence import SilenceWatch
@@ -106,6 +107,7 @@ class WorkerLink:
         self.listed = True
         self.seats = Seats(info.max_batch)
         self.demux = Demux(self._stray)
+        self.breaker = Breaker()
         self._gateway_id = gateway_id
         self._channel = open_channel(info.address)
         self._stub = engine_pb2_grpc.DecodeStub(self._channel)
@@ -153,6 +155,7 @@ class WorkerLink:
         if not self.open:
             raise Unavailable(f"worker {self.info.worker_id} is not connected")
         self.demux.add(key, inbox)
+        self.breaker.begun(key)
         try:
             response: engine_pb2.SubmitResponse = await self._stub.Submit(
                 request, timeout=max(timeout_s, 0.001), metadata=tenant_metadata(tenant)
@@ -173,6 +176,7 @@ class WorkerLink:
     def release(self, key: Key, *, abort: bool) -> None:
         """Close an attempt; with `abort` the worker is told, in the background. Idempotent."""
         was_open = self.demux.remove(key)
+        self.breaker.left(key)
         if was_open and abort:
             self.abort(key)
         self._maybe_retire()

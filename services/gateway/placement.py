@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.errors import (
     Cancelled,
+    DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
     Internal,
@@ -45,7 +46,10 @@ NEW_LINK_WAIT_S = 1.0
 LOCAL_ALTERNATES = 3
 MAX_ROUTES = 4
 # Refusals that say something about the worker, not about the request: another one may take it.
-_ELSEWHERE = (FailedPrecondition, DeadlineExceeded, NotFound, Internal, Cancelled, Unauthenticated, PermissionDenied)
+_ELSEWHERE = (
+    *(FailedPrecondition, DeadlineExceeded, NotFound, Internal, DataLoss),
+    *(Cancelled, Unauthenticated, PermissionDenied),
+)
 PREFILL_TARGETS = 3
 
 
@@ -79,6 +83,7 @@ class Decision:
     """A cached answer, a flight to follow, or candidates in order; with these maybe a flight to lead.
 
     `cache`: what the cache did, as in RouteResponse. `shadow_id`: of a semantic answer that is to be checked.
+    `heeds`: the candidates are our own choice, and a worker whose breaker has opened since is left out.
     """
 
     model: str
@@ -89,6 +94,7 @@ class Decision:
     candidates: list[Candidate] = field(default_factory=list)
     cache: str = "bypass"
     shadow_id: str = ""
+    heeds: bool = False
 
 
 MakeInbox = Callable[[], Inbox]
@@ -343,6 +349,9 @@ class Placer:
             if share.unified_only(job) and not share.heal and self._fleet.links(job.served):
                 raise FailedPrecondition("prompt_logprobs needs a worker of role unified, and none serves this model")
             raise NoWorker(f"no worker can serve model {job.served!r} now")
+        # A worker that fails what it gets is better than none.
+        trusted = [link for link in usable if link.breaker.allows]
+        usable = trusted or usable
         pick = min(self._rng.sample(usable, min(2, len(usable))), key=_relative_load)
         # Alternates stay within one model, revision and tokenizer.
         rest = sorted(
@@ -351,7 +360,10 @@ class Placer:
         )
         chosen = [pick, *rest[:LOCAL_ALTERNATES]]
         return Decision(
-            job.served, pick.info.revision, candidates=[Candidate(link, self._prefill(link)) for link in chosen]
+            job.served,
+            pick.info.revision,
+            candidates=[Candidate(link, self._prefill(link)) for link in chosen],
+            heeds=bool(trusted),
         )
 
     def _prefill(self, link: WorkerLink) -> list[engine_pb2.PrefillTarget]:
@@ -399,6 +411,9 @@ class Placer:
         full = False
         last: KvmeshError | None = None
         for candidate in candidates:
+            if decision.heeds and not candidate.link.breaker.allows:
+                full = True  # Another request is its probe by now: for this one it has no room.
+                continue
             try:
                 return await self._submit(job, progress, share, decision, candidate, make_inbox())
             except Overloaded:
@@ -411,7 +426,7 @@ class Placer:
                     raise
                 log.warning("worker %s did not take %s: %s", candidate.link.info.worker_id, job.inner_id, error.message)
                 last = _for_client(error)
-                progress.failed(candidate.link.info, error)
+                progress.failed(candidate.link, error)
                 share.failures += 1
                 if share.failures >= self._max_attempts:
                     raise last from error

@@ -19,6 +19,7 @@ from kvmesh.loading.tokenizer import scripted_tokenizer
 from kvmesh.proto.v1 import engine_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.limits import RequestLimits
+from services.gateway.breaker import Breaker
 from services.gateway.generation import Generation, RequestSettings
 from services.gateway.heals import Heals
 from services.gateway.inbox import Inbox
@@ -64,6 +65,8 @@ class Worker:
     inboxes: dict[Any, Inbox] = field(default_factory=dict)
     ended_choices: set[Any] = field(default_factory=set)
     info: Any = field(default_factory=lambda: SimpleNamespace(worker_id="w", revision="r", incarnation=1))
+
+    breaker: Breaker = field(default_factory=Breaker)
 
     # --- a link
     def release(self, key: Any, *, abort: bool) -> None:
