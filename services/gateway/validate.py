@@ -125,7 +125,11 @@ def check_prompt_length(count: int, bounds: Bounds, *, field: str = "prompt") ->
     if bounds.max_prompt_tokens:
         longest = min(longest, bounds.max_prompt_tokens)
     if count > longest:
-        raise bad(field, f"has {count} tokens; at most {longest} are allowed")
+        context = f"this model's maximum context length is {bounds.max_model_len} tokens"
+        raise InvalidArgument(
+            f"{field}: has {count} tokens; at most {longest} are allowed ({context})",
+            details={"field": field, "reason": "context_length_exceeded"},
+        )
 
 
 def check_token_ids(ids: Sequence[int], bounds: Bounds, *, field: str = "prompt") -> None:

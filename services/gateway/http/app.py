@@ -52,7 +52,7 @@ EXPOSED = (
 class Call:
     """One route's ASGI application."""
 
-    def __init__(self, face: Face, name: str, handler: Handler) -> None:
+    def __init__(self, face: Face, handler: Handler, name: str = "HTTP") -> None:
         self._face = face
         self._name = name
         self._handler = handler
@@ -124,7 +124,7 @@ class App:
         self._document = b""
 
         def route(path: str, method: str, handler: Handler) -> Route:
-            return Route(path, Call(face, f"{method} {path}", handler), methods=[method])
+            return Route(path, Call(face, handler, f"{method} {path}"), methods=[method])
 
         routes: list[BaseRoute] = [
             route("/v1/chat/completions", "POST", face.chat),
