@@ -10,6 +10,8 @@ import logging
 import time
 from collections.abc import Callable
 
+import grpc
+
 from kvmesh.config.gateway import LimitSettings
 from kvmesh.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.proto.v1 import inference_pb2 as pb
@@ -104,24 +106,33 @@ class Limits:
         )
         if not policy.limited:
             return hold
+        if self._store is None:
+            return self._admit(hold, self._alone(hold))
+        asking = self._tasks.spawn(self._decide(hold), name="limits-take", essential=False)
         try:
-            taken = await self._ask(hold)
-            if taken is not None and taken.verdict in ("concurrent", "held"):
-                # What has just ended may be on its way: a client that sends one after the other is not to be refused.
-                await self._catch_up()
-                taken = await self._ask(hold)
-        except BaseException:
-            # It may have been let in all the same.
-            hold.settle(pb.Usage(), None, 1)
+            taken = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            # It may be let in all the same: given back once that is known.
+            asking.add_done_callback(lambda _: hold.settle(pb.Usage(), None, grpc.StatusCode.CANCELLED.value[0]))
             raise
-        if taken is None:
-            taken = self._alone(hold)
+        return self._admit(hold, self._alone(hold) if taken is None else taken)
+
+    def _admit(self, hold: TenantHold, taken: Taken) -> TenantHold:
+        policy, tenant = hold.policy, hold.tenant
         if taken.verdict != "ok":
             raise self._refusal(policy, taken)
         hold.state = _state(policy, taken)
         self._holds.setdefault(tenant, {})[hold.id] = hold
         metrics.gauge(names.LIMITS_HOLDS).inc()
         return hold
+
+    async def _decide(self, hold: TenantHold) -> Taken | None:
+        taken = await self._ask(hold)
+        if taken is not None and taken.verdict in ("concurrent", "held"):
+            # What has just ended may be on its way: a client that sends one after the other is not to be refused.
+            await self._catch_up()
+            taken = await self._ask(hold)
+        return taken
 
     async def _ask(self, hold: TenantHold) -> Taken | None:
         if self._store is None:
