@@ -16,7 +16,7 @@ from services.gateway.fleet import Fleet
 from services.gateway.grammars import GrammarCheck, NoGrammars
 from services.gateway.job import Job
 from services.gateway.registry import new_id
-from services.gateway.speech.shape import Shape, shape
+from services.gateway.speech.shape import Shape, Speech, shape
 from services.gateway.tokenizers import ModelTokenizer, TokenizerStore
 
 _CACHE_STRENGTH = (pb.CACHE_MODE_OFF, pb.CACHE_MODE_EXACT, pb.CACHE_MODE_SEMANTIC)
@@ -106,8 +106,9 @@ class Preparer:
             token_ids = await self._tokenize(request, shaped, tokenizer)
         validate.check_token_ids(token_ids, bounds, field="prompt" if shaped is None else "messages")
         sampling = validate.effective_sampling(request.sampling, len(token_ids), bounds)
-        if shaped is not None and shaped.grammar is not None:
-            sampling.grammar.CopyFrom(shaped.grammar)
+        speech = shaped.speech(token_ids, tokenizer) if shaped is not None else Speech()
+        if speech.grammar is not None:
+            sampling.grammar.CopyFrom(speech.grammar)
         if sampling.HasField("grammar"):
             await self._grammars.check(sampling.grammar, tokenizer)
         cache = cache_mode(request.cache, principal.policy, user=request.user)
@@ -138,7 +139,7 @@ class Preparer:
             prompt_text="" if isinstance(request, pb.ChatRequest) else request.text,
             remake=lambda model: self.job(request, principal, request_id, limits, served=model),
             default_length=not request.sampling.HasField("max_tokens"),
-            reader=shaped.reader if shaped is not None else None,
+            reader=speech.reader,
             context_digest=shaped.digest if shaped is not None else b"",
         )
 
@@ -189,7 +190,11 @@ class Preparer:
         if isinstance(request, pb.ChatRequest):
             assert shaped is not None
             return await tokenizer.encode_chat(
-                shaped.messages, self._rules.max_prompt_bytes, tools=shaped.tools, variables=shaped.variables
+                shaped.messages,
+                self._rules.max_prompt_bytes,
+                tools=shaped.tools,
+                variables=shaped.variables,
+                continued=shaped.continued,
             )
         if request.WhichOneof("prompt") == "tokens":
             return list(request.tokens.ids)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Protocol
 
 from kvmesh.errors import Cancelled, Internal, KvmeshError
@@ -161,7 +161,20 @@ class Request:
     async def accepted(self, event: pb.Accepted) -> None:
         """See Sink."""
         self._accepted_at = self._loop.time()
+        self._reader = await self._reader_of(event.model)
         await self._send(pb.GenerateEvent(accepted=event))
+
+    async def _reader_of(self, model: str) -> Reader | None:
+        """A reader of what `model` says. An alias may stand for another one than this request was made for: an answer
+        from the cache or a shared generation is written with that one's marks."""
+        job = self._job
+        assert job is not None
+        make = job.reader
+        if model != job.served and job.messages and job.remake is not None:
+            # One that nobody serves any more is read with the marks that we know.
+            with suppress(KvmeshError):
+                make = (await job.remake(model)).reader
+        return make() if make is not None else None
 
     async def prompt(self, event: pb.PromptScored) -> None:
         """See Sink."""
@@ -182,7 +195,6 @@ class Request:
         """Serve the job to its end. Raises KvmeshError only before acceptance; later errors are terminal events."""
         self._job, self._observer = job, observer
         self._hold = hold or NoHold()
-        self._reader = job.reader() if job.reader is not None else None
         self._usage = pb.Usage(prompt_tokens=len(job.token_ids))
         self._timers = Timers(job.limits, self._expire)
         try:

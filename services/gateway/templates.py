@@ -61,6 +61,17 @@ def _environment() -> _Sandbox:
     return environment
 
 
+def _up_to(text: str, end: str) -> str:
+    """`text` up to the last `end`. InvalidArgument when the template dropped it."""
+    at = text.rfind(end)
+    if at < 0:
+        raise InvalidArgument(
+            "continue_final_message: the model's chat template does not show the last message",
+            details={"field": "continue_final_message"},
+        )
+    return text[:at].replace(end, "")
+
+
 class _Marks:
     """How many cuts were made."""
 
@@ -85,6 +96,10 @@ class ChatTemplate:
         controls = sorted({text for text in special if len(text) > 1})
         starts = "|".join(re.escape(text) for text in controls)
         self._controls = re.compile(f"(?={starts})(.)", re.DOTALL) if controls else None
+        # Proper beginnings of control tokens, by their last character.
+        self._begins: dict[str, list[str]] = {}
+        for begin in {text[:size] for text in controls for size in range(1, len(text))}:
+            self._begins.setdefault(begin[-1], []).append(begin)
         self._variables = dict(variables)
 
     def render(
@@ -94,19 +109,32 @@ class ChatTemplate:
         max_chars: int,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        continued: bool = False,
     ) -> list[str]:
-        """Render messages, the assistant's header appended.
+        """Render messages, the assistant's header appended; with `continued`, up to the end of the last one's content.
 
-        Returns the text in pieces to be tokenized one by one; there is more than one only where a message holds the
-        text of a control token. InvalidArgument when the template refuses the messages, TooLarge over `max_chars`.
+        Returns the text in pieces to be tokenized one by one; there is more than one only where what a user gave holds
+        the text of a control token or ends in the beginning of one. InvalidArgument when the template refuses the
+        messages, TooLarge over `max_chars`.
         """
-        cut = f"\ufdd0{secrets.token_hex(8)}\ufdd1"
+        # Digits: what templates do to text (trimming, joining, upper case, JSON) leaves them as they are.
+        cut = f"\ufdd0{secrets.randbelow(10**18):018}\ufdd1"
         marks = _Marks()
         prepared = [self._protect_all(message, cut, marks) for message in messages]
         given_tools = self._protect_all(tools, cut, marks) if tools else None
         extra = self._protect_all(variables or {}, cut, marks)
+        end = f"\ufdd0{secrets.randbelow(10**18):018}\ufdd2"
+        if continued:
+            prepared[-1]["content"] += end
+            extra["add_generation_prompt"] = False
+            extra["continue_final_message"] = True
         cuts = marks.count
-        text = self._run(prepared, given_tools, extra, max_chars + cuts * len(cut))
+        # Six characters for one, where a template writes JSON in ASCII.
+        text = self._run(prepared, given_tools, extra, max_chars + (cuts + 1) * (len(cut) + 10))
+        if continued:
+            text = _up_to(text, end)
+        if cuts:
+            text = text.replace(json.dumps(cut)[1:-1], cut)
         return [piece for piece in text.split(cut) if piece] if cuts else [text]
 
     def _protect_all(self, value: Any, cut: str, marks: _Marks) -> Any:
@@ -129,7 +157,11 @@ class ChatTemplate:
         """
         if self._controls is None:
             return text, 0
-        return self._controls.subn(lambda start: start[1] + cut, text)
+        protected, count = self._controls.subn(lambda start: start[1] + cut, text)
+        # What a template writes behind it may make a control token of its end.
+        if any(text.endswith(begin) for begin in self._begins.get(text[-1:], ())):
+            return protected + cut, count + 1
+        return protected, count
 
     def _run(self, messages: list[Any], tools: Any, variables: dict[str, Any], max_chars: int) -> str:
         pieces, size = [], 0

@@ -13,6 +13,7 @@ from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, Unav
 from kvmesh.loading.tokenizer import TokenizerBundle, load_tokenizer
 from kvmesh.proto.v1 import engine_pb2
 from services.gateway.detokenizer import Detokenizer, detokenizer
+from services.gateway.speech.profile import profile
 from services.gateway.templates import ChatTemplate
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,9 @@ class ModelTokenizer:
         self._tokenizer = bundle.tokenizer
         added = bundle.tokenizer.get_added_tokens_decoder()
         self._special = frozenset(index for index, token in added.items() if token.special)
+        self.profile = profile(bundle.chat_template, {token.content: index for index, token in added.items()})
+        # Marks of calls and reasoning are part of an answer's text, also where their tokens are special: they are read.
+        self._silent = self._special - frozenset(self.profile.tokens.values())
         self.byte_level = isinstance(bundle.tokenizer.decoder, decoders.ByteLevel)
         size = max([bundle.vocab_size - 1, *added]) + 1
         self._bytes = [self._bytes_of(index) for index in range(size)]
@@ -66,12 +70,13 @@ class ModelTokenizer:
 
     # --- Vocabulary, as the detokenizers ask for it
     def decode(self, ids: Sequence[int]) -> str:
-        """Full decode, special tokens skipped."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        """Full decode, special tokens skipped but for marks of calls and reasoning."""
+        spoken = [index for index in ids if index not in self._silent]
+        return self._tokenizer.decode(spoken, skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes that the token adds to an answer's text: none for a special one or one outside the vocabulary."""
-        return b"" if token_id in self._special else self.raw_bytes(token_id)
+        """Bytes that the token adds to an answer's text: none for a silent one or one outside the vocabulary."""
+        return b"" if token_id in self._silent else self.raw_bytes(token_id)
 
     def raw_bytes(self, token_id: int) -> bytes:
         """Bytes of a token, special ones included, for log-probability lists."""
@@ -95,6 +100,7 @@ class ModelTokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        continued: bool = False,
     ) -> list[int]:
         """Tokens of messages in the model's chat format. FailedPrecondition for a model without one."""
         template = self._template
@@ -104,7 +110,10 @@ class ModelTokenizer:
         size = sum(len(str(value)) for message in messages for value in message.values()) + len(str(tools or ""))
         return await self._encode(
             await _maybe_thread(
-                size, lambda: template.render(messages, max_chars=room, tools=tools, variables=variables)
+                size,
+                lambda: template.render(
+                    messages, max_chars=room, tools=tools, variables=variables, continued=continued
+                ),
             )
         )
 

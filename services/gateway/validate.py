@@ -20,6 +20,7 @@ MAX_SALT_BYTES = 128
 MAX_USER_BYTES = 128
 MAX_SESSION_BYTES = 128
 MAX_ROLE_BYTES = 64
+MAX_NAME_BYTES = 64
 MAX_MESSAGES = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 64
@@ -89,7 +90,10 @@ def _cache_control(control: pb.CacheControl) -> None:
 
 
 def check_messages(messages: Sequence[pb.ChatMessage], max_bytes: int) -> None:
-    """At least one message, each with a role; TooLarge over `max_bytes` of text."""
+    """At least one message, each with a role; TooLarge over `max_bytes` of text, calls and reasoning included.
+
+    What calls and tools must be is looked at by `speech.check`.
+    """
     if not messages:
         raise bad("messages", "at least one message is required")
     if len(messages) > MAX_MESSAGES:
@@ -99,7 +103,10 @@ def check_messages(messages: Sequence[pb.ChatMessage], max_bytes: int) -> None:
         if not message.role:
             raise bad(f"messages[{index}].role", "is required")
         _size(f"messages[{index}].role", message.role, MAX_ROLE_BYTES)
-        total += len(message.content.encode())
+        _size(f"messages[{index}].name", message.name, MAX_NAME_BYTES)
+        _size(f"messages[{index}].tool_call_id", message.tool_call_id, MAX_ID_BYTES)
+        total += len(message.content.encode()) + len(message.reasoning.encode())
+        total += sum(call.ByteSize() for call in message.tool_calls)
         if total > max_bytes:
             raise TooLarge(f"the messages are larger than {max_bytes} bytes", details={"field": "messages"})
 

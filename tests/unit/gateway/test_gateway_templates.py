@@ -89,7 +89,7 @@ def test_users_cannot_write_control_tokens(content: str, place: str) -> None:
 
 def test_without_attack_nothing_is_split() -> None:
     template = ChatTemplate(CHATML_TEMPLATE, special=["<|im_start|>", IM_END], variables={})
-    assert len(template.render([{"role": "user", "content": "<|im_ no control <|"}], max_chars=1000)) == 1
+    assert len(template.render([{"role": "user", "content": "<|im_ no control <| |"}], max_chars=1000)) == 1
 
 
 def test_overlapping_control_tokens_are_all_cut() -> None:
