@@ -22,6 +22,7 @@ from services.gateway.flights import Flights
 from services.gateway.flights.view import SharedGenerations
 from services.gateway.front import Front
 from services.gateway.generation import RequestSettings
+from services.gateway.grammars import Grammars
 from services.gateway.heals import Heals
 from services.gateway.http.app import App
 from services.gateway.http.face import Face
@@ -78,6 +79,7 @@ class Gateway:
             silence_s=silence_s,
         )
         self.tokenizers = TokenizerStore(settings.model)
+        self.grammars = Grammars(settings.grammar_timeout_ms / 1e3)
         self.registry = Registry(settings.max_concurrent_requests)
         self.placer = Placer(
             fleet=self.fleet,
@@ -107,7 +109,7 @@ class Gateway:
         proven = context.auth.token is not None or settings.tls.cert is not None
         self.front = Front(
             credentials=credentials_of(settings, self.redis, proven=proven),
-            preparer=Preparer(self.fleet, self.tokenizers, rules),
+            preparer=Preparer(self.fleet, self.tokenizers, rules, self.grammars),
             rules=rules,
             request_settings=request_settings,
             registry=self.registry,
@@ -212,6 +214,7 @@ class Gateway:
             await self.http.close()
         self.fleet.close()
         await self.routers.close()
+        self.grammars.close()
         await self.limits.close()
         if self.redis is not None:
             await self.redis.close()

@@ -1,12 +1,32 @@
-"""Whether a grammar compiles: asked before anything is spent on its request."""
+"""Whether a grammar compiles: asked before anything is spent on its request, off the event loop and within limits."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol
 
-from kvmesh.errors import FailedPrecondition
+from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, Overloaded
+from kvmesh.grammar.masks import threads
+from kvmesh.grammar.source import GrammarSource, refuse
+from kvmesh.grammar.vocabulary import Vocabulary
 from kvmesh.proto.v1 import inference_pb2 as pb
 from services.gateway.tokenizers import ModelTokenizer
+
+log = logging.getLogger(__name__)
+
+# At a time. What is compiled ends by itself, in a second at the worst: so many together must not take the machine.
+THREADS = 2
+MAX_WAITING = 256
+# Until a thread is free: behind whatever others sent.
+QUEUE_S = 10.0
+RETRY_S = 1.0
+MAX_VERDICTS = 4096
+
+# None: it compiles.
+_Verdict = InvalidArgument | None
 
 
 class GrammarCheck(Protocol):
@@ -22,3 +42,91 @@ class NoGrammars:
     async def check(self, grammar: pb.Grammar, tokenizer: ModelTokenizer) -> None:
         """See GrammarCheck."""
         raise FailedPrecondition("this gateway serves no grammars")
+
+
+class Grammars:
+    """Compiles each grammar once for each tokenizer and remembers the verdict; `timeout_s` is what one gets."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._pool = threads(THREADS, "grammar-check")
+        self._vocabularies: dict[str, asyncio.Future[Vocabulary]] = {}
+        self._verdicts: OrderedDict[tuple[str, bytes], _Verdict] = OrderedDict()
+        self._running: dict[tuple[str, bytes], _Compiling] = {}
+
+    async def check(self, grammar: pb.Grammar, tokenizer: ModelTokenizer) -> None:
+        """See GrammarCheck. FailedPrecondition for a tokenizer that the library does not know, Overloaded."""
+        source = GrammarSource.of(grammar)
+        key = (tokenizer.fingerprint, source.digest)
+        if key not in self._verdicts:
+            await self._compile(key, source, await self._vocabulary(tokenizer))
+        self._verdicts.move_to_end(key)
+        if (verdict := self._verdicts[key]) is not None:
+            # Anew: a raised error is the request's own.
+            raise InvalidArgument(verdict.message, details=dict(verdict.details))
+
+    async def _compile(self, key: tuple[str, bytes], source: GrammarSource, vocabulary: Vocabulary) -> None:
+        running = self._running.get(key)
+        if running is None:
+            if len(self._running) >= MAX_WAITING:
+                raise Overloaded("too many grammars are being checked", retry_after=RETRY_S)
+            running = self._running[key] = _Compiling(lambda: vocabulary.compile(source))
+            future = asyncio.get_running_loop().run_in_executor(self._pool, running.run)
+            future.add_done_callback(lambda done: self._judge(key, done))
+        try:
+            async with asyncio.timeout(QUEUE_S):
+                await running.begun.wait()
+        except TimeoutError:
+            raise Overloaded("too many grammars are being checked", retry_after=RETRY_S) from None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await running.over.wait()
+        except TimeoutError:
+            raise refuse(f"took longer than {1e3 * self._timeout_s:g} ms to compile") from None
+
+    def _judge(self, key: tuple[str, bytes], done: asyncio.Future[None]) -> None:
+        running = self._running.pop(key)
+        error = None if done.cancelled() else done.exception()
+        if isinstance(error, InvalidArgument) or error is None:
+            self._verdicts[key] = error
+        else:
+            log.error("compiling a grammar failed", exc_info=error)
+            self._verdicts[key] = refuse("it cannot be compiled")
+        while len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        running.begun.set()
+        running.over.set()
+
+    async def _vocabulary(self, tokenizer: ModelTokenizer) -> Vocabulary:
+        key = tokenizer.fingerprint
+        making = self._vocabularies.get(key)
+        if making is None or (making.done() and (making.cancelled() or making.exception() is not None)):
+            bundle = tokenizer.bundle
+
+            def make() -> Vocabulary:
+                return Vocabulary(bundle.tokenizer.to_str(), bundle.vocab_size, bundle.eos_token_ids)
+
+            making = self._vocabularies[key] = asyncio.get_running_loop().run_in_executor(self._pool, make)
+        try:
+            return await asyncio.shield(making)
+        except KvmeshError:
+            raise
+        except Exception as error:
+            raise FailedPrecondition(f"this gateway serves no grammars: {error}") from error
+
+    def close(self) -> None:
+        """Compile nothing more; what runs ends by itself."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Compiling:
+    """One grammar's turn in a thread. `begun` and `over` are the loop's."""
+
+    def __init__(self, compile_: Callable[[], object]) -> None:
+        self.begun, self.over = asyncio.Event(), asyncio.Event()
+        self._compile = compile_
+        self._loop = asyncio.get_running_loop()
+
+    def run(self) -> None:
+        self._loop.call_soon_threadsafe(self.begun.set)
+        self._compile()

@@ -27,6 +27,7 @@ from kvmesh.errors import (
     Unauthenticated,
     Unavailable,
 )
+from kvmesh.grammar.vocabulary import version
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.status import is_retryable
@@ -51,6 +52,8 @@ _ELSEWHERE = (
     *(Cancelled, Unauthenticated, PermissionDenied),
 )
 PREFILL_TARGETS = 3
+# Library and version of this gateway's own check.
+GRAMMARS = version()
 
 
 class NoWorker(Unavailable):
@@ -329,6 +332,8 @@ class Placer:
             and info.tokenizer_fingerprint in ("", job.fingerprint)
             and share.revision in ("", info.revision)
             and (not share.unified_only(job) or info.role == engine_pb2.WORKER_ROLE_UNIFIED)
+            # What compiled here must compile there.
+            and (not job.sampling.HasField("grammar") or (info.grammars == GRAMMARS != ""))
         )
 
     def serves(self, job: Job, progress: Progress, share: Share) -> bool:
@@ -348,6 +353,8 @@ class Placer:
         if not usable:
             if share.unified_only(job) and not share.heal and self._fleet.links(job.served):
                 raise FailedPrecondition("prompt_logprobs needs a worker of role unified, and none serves this model")
+            if job.sampling.HasField("grammar") and not share.heal and self._fleet.links(job.served):
+                raise FailedPrecondition(f"no worker of model {job.served!r} serves grammars by {GRAMMARS or 'any'}")
             raise NoWorker(f"no worker can serve model {job.served!r} now")
         # A worker that fails what it gets is better than none.
         trusted = [link for link in usable if link.breaker.allows]

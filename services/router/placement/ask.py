@@ -60,8 +60,9 @@ class Rules:
 class Ask:
     """What placement needs to know of a request.
 
-    chains: (tokens that one hash stands for, packed hashes). family: place within it alone. revision, tokenizer: pinned
-    by output that is there already. session holds the tenant; "" = none.
+    chains: (tokens that one hash stands for, packed hashes). grammar: only workers that serve grammars will do.
+    family: place within it alone. revision, tokenizer: pinned by output that is there already. session holds the
+    tenant; "" = none.
     """
 
     model: str
@@ -69,6 +70,7 @@ class Ask:
     chains: tuple[tuple[int, bytes], ...] = ()
     exclude: frozenset[str] = frozenset()
     unified_only: bool = False
+    grammar: bool = False
     family: Family | None = None
     revision: str = ""
     tokenizer: str = ""
@@ -87,6 +89,7 @@ class Ask:
             chains=chains,
             exclude=frozenset(request.exclude_workers),
             unified_only=request.sampling.HasField("prompt_logprobs"),
+            grammar=request.sampling.HasField("grammar"),
             family=family,
             revision=request.pinned_revision,
             tokenizer=request.pinned_tokenizer,

@@ -70,6 +70,8 @@ def _excluded(survey: Survey, at: int, info: engine_pb2.WorkerInfo, *, rated: bo
         return "no sidecar"
     if ask.unified_only and not pool.unified[at] and decodes(info):
         return "not of role unified"
+    if ask.grammar and not pool.grammars[at] and decodes(info):
+        return "serves no grammars"
     best = survey.pairs[0].decode if survey.pairs else None
     if best is not None and family != best.family:
         return "another revision or tokenizer than the best worker's"

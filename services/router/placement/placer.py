@@ -217,6 +217,10 @@ class Placer:
                 raise FailedPrecondition(
                     f"prompt_logprobs needs a worker of role unified; none serves model {pool.model!r}"
                 )
+        if ask.grammar:
+            at = at[pool.grammars[at]]
+            if not len(at):
+                raise FailedPrecondition(f"no worker of model {pool.model!r} serves grammars")
         # A shorter context than the prompt's cannot serve it; where none is long enough, the worker says so itself.
         long_enough = at[pool.context[at] > ask.prompt_tokens]
         return long_enough if len(long_enough) else at

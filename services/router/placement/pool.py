@@ -46,6 +46,7 @@ class Pool:
         self.decode = np.array([at for at, i in enumerate(infos) if self.serving[at] and decodes(i)], np.int64)
         self.prefill = np.array([at for at, i in enumerate(infos) if self.serving[at] and can_prefill(i)], np.int64)
         self.unified = np.array([i.role == engine_pb2.WORKER_ROLE_UNIFIED for i in infos], np.bool_)
+        self.grammars = np.array([bool(i.grammars) for i in infos], np.bool_)
         self.targets = [
             engine_pb2.PrefillTarget(worker_id=i.worker_id, address=i.address, incarnation=i.incarnation) for i in infos
         ]

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvmesh.config import ServiceSettings
 from kvmesh.errors import FailedPrecondition, KvmeshError, Overloaded
+from kvmesh.grammar.vocabulary import version
 from kvmesh.loading.tokenizer import scripted_tokenizer
 from kvmesh.proto.v1 import engine_pb2, engine_pb2_grpc, router_pb2, router_pb2_grpc
 from kvmesh.proto.v1 import inference_pb2 as pb
@@ -84,6 +85,7 @@ class FakeWorker(engine_pb2_grpc.DecodeServicer, engine_pb2_grpc.EngineServicer)
             max_batch=max_batch,
             total_pages=1000,
             eos_token_ids=[EOS],
+            grammars=version(),
         )
         self._server: RpcServer | None = None
 

@@ -13,10 +13,11 @@ from kvmesh.errors import FailedPrecondition, NotFound, Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from placement_kit import PLAIN, STEP, Mesh
 from services.router.fleet import Family
+from services.router.placement.ask import Ask
 from services.router.placement.explain import explain
 from services.router.placement.models import resolve_model
 from services.router.placement.pairs import can_send, charges
-from services.router.placement.placer import Ask, Rules
+from services.router.placement.placer import Rules
 from services.router.placement.score import Weights
 
 STEADY = Rules(weights=PLAIN)
@@ -169,6 +170,18 @@ def test_prompt_logprobs_need_role_unified() -> None:
     with pytest.raises(FailedPrecondition):
         mesh.ranked(unified_only=True)
     assert mesh.add("u", "unified", load=10**6).ranked(unified_only=True) == ["u"]
+
+
+def test_a_grammar_needs_a_worker_that_serves_them() -> None:
+    mesh = Mesh().add("d")
+    with pytest.raises(FailedPrecondition):
+        mesh.ranked(grammar=True)
+    assert mesh.add("g", load=10**6, grammars="llguidance-1.9.1").ranked(grammar=True) == ["g"]
+    assert mesh.ranked() == ["d", "g"]
+    request = router_pb2.RouteRequest()
+    assert not Ask.of(request, "tiny", "tenant").grammar
+    request.sampling.grammar.regex = "a"
+    assert Ask.of(request, "tiny", "tenant").grammar
 
 
 def test_a_short_context_is_avoided_but_not_fatal() -> None:
