@@ -6,7 +6,7 @@ import logging
 import uuid
 
 from kvmesh.config import GatewaySettings
-from kvmesh.errors import FailedPrecondition, Unavailable
+from kvmesh.errors import Unavailable
 from kvmesh.proto.inference import grpc_predict_v2_pb2_grpc
 from kvmesh.proto.v1 import inference_pb2_grpc
 from kvmesh.rpc.channel import MeshChannel, open_inner_channel
@@ -31,11 +31,14 @@ from services.gateway.identity import credentials_of
 from services.gateway.kserve.service import InferenceServiceServicer
 from services.gateway.limits.limiter import Limits
 from services.gateway.link import WorkerLink
+from services.gateway.peers.peering import Peering
 from services.gateway.placement import Placer
+from services.gateway.playground.pages import Playground
 from services.gateway.prepare import Preparer, Rules
+from services.gateway.processes.child import Child
 from services.gateway.queue import FairQueue
 from services.gateway.queue.shared import SharedCharges
-from services.gateway.registry import Registry
+from services.gateway.registry import INSTANCE, Registry
 from services.gateway.routers import Routers
 from services.gateway.service import InferenceServicer
 from services.gateway.shadow import Shadows, crowded
@@ -53,7 +56,10 @@ REDIS_TIMEOUT_S = 0.5
 class Gateway:
     """All parts of one gateway process; `kvmesh.rpc.service.Service` to the outside."""
 
-    def __init__(self, context: ServiceContext[GatewaySettings]) -> None:
+    def __init__(
+        self, context: ServiceContext[GatewaySettings], *, child: Child | None = None, instance: str = INSTANCE
+    ) -> None:
+        """`child`: what it knows as one of several processes. `instance`: its name among all gateways."""
         settings = context.settings
         self._context = context
         self._settings = settings
@@ -134,6 +140,10 @@ class Gateway:
             access=Access.PUBLIC,
             while_draining=["Abort"],
         )
+        self.playground: Playground | None = None
+        siblings = (child.runtime, child.token_file) if child is not None else None
+        self.peering = Peering(settings, context.auth, self.redis, siblings, instance=instance)
+        self.front.peers = self.peering.peers
         self.http = self._http()
         self.kserve = InferenceServiceServicer(self.front, ready=lambda: self.fleet.ready)
         context.server.add(
@@ -148,7 +158,9 @@ class Gateway:
         if not settings.http_listen:
             return None
         face = Face(self.front, settings.http_max_body_bytes)
-        app = App(face, lambda: self._context.server.ready, cors_origins=settings.cors_origins)
+        self.playground = Playground(settings.playground_spans) if settings.playground else None
+        pages = self.playground.routes(face) if self.playground is not None else ()
+        app = App(face, lambda: self._context.server.ready, cors_origins=settings.cors_origins, extra_routes=pages)
         return HttpServer(settings, app, face)
 
     def _open_channel(self, address: str) -> MeshChannel:
@@ -175,6 +187,8 @@ class Gateway:
         if self.redis is not None:
             self._context.tasks.spawn(self.redis.watch(), name="redis-watch")
             self._context.tasks.spawn(SharedCharges(self.queue, FairStore(self.redis)).run(), name="shared-charges")
+        if peer_address := await self.peering.start(self.front.abort_here, self._context.tasks):
+            self._context.ready_info["peer"] = peer_address
         self.limits.start()
         self.flights.start()
         self.routers.watch(self.fleet)
@@ -189,6 +203,8 @@ class Gateway:
                 name="static-workers",
             )
 
+        if self.playground is not None:
+            await self.playground.start()
         if self.http is not None:
             self._context.ready_info["http"] = await self.http.start()
             self._context.tasks.spawn(self.http.run(), name="http")
@@ -212,8 +228,11 @@ class Gateway:
         """Close HTTP, then the links to workers, routers and Redis."""
         if self.http is not None:
             await self.http.close()
+        if self.playground is not None:
+            await self.playground.close()
         self.fleet.close()
         await self.routers.close()
+        await self.peering.close()
         self.grammars.close()
         await self.limits.close()
         if self.redis is not None:
@@ -232,6 +251,6 @@ def _redis(settings: GatewaySettings) -> RedisStore | None:
     )
 
 
-async def build(context: ServiceContext[GatewaySettings]) -> Gateway:
-    """Build the gateway and register its service."""
-    return Gateway(context)
+async def build(context: ServiceContext[GatewaySettings], child: Child | None = None) -> Gateway:
+    """Build the gateway and register its services."""
+    return Gateway(context, child=child)

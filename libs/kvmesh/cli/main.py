@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from kvmesh import __version__
-from kvmesh.cli import cache, router, workers
+from kvmesh.cli import cache, keys, router, workers
 from kvmesh.cli.options import TlsCa, TlsCert, TlsKey, TlsName, fail, secure_of
 from kvmesh.cli.state import read_state
 
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 
 app.add_typer(cache.app)
+app.add_typer(keys.app)
 app.add_typer(router.app)
 app.add_typer(workers.app)
 
@@ -41,6 +42,11 @@ def up(
     routers: Annotated[int, typer.Option(min=1, max=16, help="Router replicas.")] = 1,
     transports: Annotated[str, typer.Option(help="kvtransfer transports, in order of preference.")] = "shm,tcp",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Gateway's port; another one is taken if in use.")] = 8080,
+    http_port: Annotated[
+        int,
+        typer.Option(min=-1, max=65535, help="Port of the HTTP API; another one is taken if in use; -1 = no HTTP."),
+    ] = 8000,
+    playground: Annotated[bool, typer.Option(help="A page for trying the mesh, at / of the HTTP API.")] = True,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     threads: Annotated[int, typer.Option(min=0, help="Compute threads per engine; 0 = share the cores.")] = 0,
     cache: Annotated[
@@ -87,6 +93,8 @@ def up(
         routers=routers,
         transports=transports,
         gateway_port=port,
+        http_port=http_port,
+        playground=playground,
         cache=cache,
         dtype=dtype,
         # Two engines that both use every core slow each other down by far more than half.

@@ -41,6 +41,9 @@ class MeshOptions:
     unified: int = 0
     transports: str = "shm,tcp"
     gateway_port: int = 8080
+    http_port: int = -1
+    """Of the OpenAI-compatible API; -1 = it is off, and the playground with it."""
+    playground: bool = True
     router_port: int = 0
     routers: int = 1
     cache: bool = True  # exact and semantic
@@ -61,6 +64,9 @@ class MeshPlan:
     stages: tuple[tuple[ProcessSpec, ...], ...]
     gateway_address: str
     router_addresses: tuple[str, ...]
+    http_address: str = ""
+    """Of the HTTP API, "" where it is off."""
+    playground: bool = False
 
     @property
     def router_address(self) -> str:
@@ -104,13 +110,20 @@ def plan_mesh(
 ) -> MeshPlan:
     """Build the plan. `redis` is the argv of an embedded Redis-compatible server, empty for none or an outside one.
 
-    Ports of gateway, router and sidecars are fixed beforehand (`free_port` names one that nobody uses), because others
-    hold their addresses and look for a successor there; engines bind a free port and tell the router.
+    Ports of gateway, router, sidecars and of the playground's receiver of spans are fixed beforehand (`free_port` names
+    one that nobody uses), because others hold their addresses and look for a successor there; engines bind a free port
+    and tell the router.
     """
     addresses = [f"127.0.0.1:{options.router_port}"]
     addresses += [f"127.0.0.1:{free_port()}" for _ in range(1, options.routers)]
     routers = ",".join(addresses)
     gateway = f"127.0.0.1:{options.gateway_port}"
+
+    http = f"127.0.0.1:{options.http_port}" if options.http_port >= 0 else ""
+    playground = options.playground and bool(http)
+    # Spans that somebody else collects are not the playground's to show.
+    spans = f"127.0.0.1:{free_port()}" if playground and not options.otlp_endpoint else ""
+    otlp_endpoint = options.otlp_endpoint or (f"http://{spans}" if spans else "")
 
     def flags(service: str, name: str, **values: object) -> tuple[str, ...]:
         given: dict[str, object] = {
@@ -122,8 +135,8 @@ def plan_mesh(
             "drain_timeout_s": DRAIN_TIMEOUT_S,
             **values,
         }
-        if options.otlp_endpoint:
-            given["otlp_endpoint"] = options.otlp_endpoint
+        if otlp_endpoint:
+            given["otlp_endpoint"] = otlp_endpoint
         for key, value in options.settings.items():
             scope, _, setting = key.partition(".")
             if scope == service:
@@ -199,5 +212,8 @@ def plan_mesh(
         redis_url=redis_url,
         model="scripted" if options.runner == "scripted" else options.model,
         credentials_file=options.credentials_file,
+        http_listen=http,
+        playground=str(playground).lower(),
+        playground_spans=spans,
     )
-    return MeshPlan((tuple(first), tuple(sidecars), (*engines, last)), gateway, tuple(addresses))
+    return MeshPlan((tuple(first), tuple(sidecars), (*engines, last)), gateway, tuple(addresses), http, playground)

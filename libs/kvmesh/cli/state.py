@@ -22,6 +22,9 @@ class MeshState:
     model: str
     routers: tuple[str, ...] = ()
     """All replicas; `router` is the first."""
+    http: str = ""
+    """URL of the HTTP API, "" where it is off."""
+    playground: bool = False
 
     @property
     def alive(self) -> bool:

@@ -140,7 +140,10 @@ async def running_mesh(
         log_dir = run_dir / "logs"
         log_dir.mkdir()
         options = dataclasses.replace(
-            options, gateway_port=free_port(options.gateway_port), router_port=free_port(options.router_port)
+            options,
+            gateway_port=free_port(options.gateway_port),
+            router_port=free_port(options.router_port),
+            http_port=free_port(options.http_port) if options.http_port >= 0 else -1,
         )
         redis, url = embedded_redis(run_dir) if options.cache else ((), "")
         plan = plan_mesh(options, run_dir, free_port=free_port, redis=redis, redis_url=url)
@@ -168,6 +171,8 @@ async def running_mesh(
                 run_dir=str(run_dir),
                 token_file=str(token_file),
                 model="auto",
+                http=f"http://{plan.http_address}" if plan.http_address else "",
+                playground=plan.playground,
             )
             if state:
                 write_state(mesh)
@@ -210,6 +215,9 @@ async def up(options: MeshOptions, *, question: str, once: bool, keep_logs: bool
             f"kvmesh: {len(supervisor.plan.specs)} processes up; gateway at {mesh.gateway} (gRPC), "
             f"logs in {mesh.run_dir}/logs"
         )
+        if mesh.http:
+            page = f"; playground {mesh.http}/" if mesh.playground else ""
+            console.print(f"kvmesh: OpenAI-compatible API at {mesh.http}/v1{page}")
         code = 0
         if question:
             answered = await _unless(
@@ -217,7 +225,9 @@ async def up(options: MeshOptions, *, question: str, once: bool, keep_logs: bool
             )
             code = INTERRUPTED if answered is None else answered
         if not once:
-            console.print('kvmesh: serving; try `kvmesh ask "…"` and `kvmesh status`. Ctrl-C stops the mesh.')
+            console.print(
+                'kvmesh: serving; try `kvmesh chat`, `kvmesh ask "…"` and `kvmesh status`. Ctrl-C stops the mesh.'
+            )
             await stop.wait()
         console.print("kvmesh: stopping …")
     return code

@@ -160,6 +160,11 @@ class GatewaySettings(ServiceSettings):
         default=[], description='Origins whose pages may call the HTTP API ("*" = all); none = no page may.'
     )
     playground: bool = Field(default=False, description="Serve a page for trying the mesh at / of the HTTP API.")
+    playground_spans: OptionalListen = Field(
+        default="",
+        description='Loopback "host:port" on which the playground takes the spans of all services (their '
+        'otlp_endpoint names it); "" = it shows no times. For a single process.',
+    )
     processes: int = Field(
         default=1, ge=1, le=256, description="Processes that share the listening ports; each is a gateway of its own."
     )

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 MAX_EXPORT_BYTES = 4 << 20
 MAX_TEXT = 256
+# Of a look at a trace. Each would be a trace of its own, and push out those that are looked at.
+TRACE_SPAN = "GET /playground/trace"
 
 
 @dataclass(slots=True)
@@ -130,7 +132,8 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
         for resource in request.resource_spans:
             for scope in resource.scope_spans:
                 for span in scope.spans:
-                    self._spans.add(span.trace_id, _kept(span))
+                    if span.name != TRACE_SPAN:
+                        self._spans.add(span.trace_id, _kept(span))
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
