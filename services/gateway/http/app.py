@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,13 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.rpc.status import public_error
-from kvmesh.telemetry import tracing
+from kvmesh.telemetry import metrics, names, tracing
 from services.gateway.http import openapi
 from services.gateway.http.answers import dumps
 from services.gateway.http.body import Gone, header
 from services.gateway.http.errors import HttpError, error_body, error_headers, http_status
 from services.gateway.http.escape import text_bytes
-from services.gateway.http.exchange import Exchange
+from services.gateway.http.exchange import CLIENT_GONE, Exchange
 from services.gateway.http.face import Face
 from services.gateway.http.protocol import Connection
 
@@ -54,30 +55,41 @@ class Call:
 
     def __init__(self, face: Face, handler: Handler, name: str = "HTTP") -> None:
         self._face = face
-        self._name = name
         self._handler = handler
+        self._name = name
+        self._in_flight = metrics.gauge(names.RPC_IN_FLIGHT).labels(name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve it: every end is told, and nothing of the inside is."""
         exchange = Exchange(scope, receive, send, self._face.live)
+        started = time.perf_counter()
+        self._in_flight.inc()
         try:
             with self._span(scope):
-                try:
-                    if self._face.draining:
-                        raise Unavailable("this gateway is shutting down", retry_after=1.0)
-                    await self._handler(exchange)
-                except Gone:
-                    pass
-                except KvmeshError as error:
-                    await _tell(exchange, error)
-                except Exception as exc:
-                    log.exception("%s %s failed", scope["method"], scope["path"][:128])
-                    await _tell(exchange, public_error(exc))
+                await self._serve(exchange)
         except asyncio.CancelledError:
             # Cut off in the middle of a write that its client does not read: to wait longer would be for nothing.
-            _connection(scope).abort()
+            exchange.status = CLIENT_GONE
+            connection_of(scope).abort()
         finally:
             exchange.close()
+            self._in_flight.dec()
+            status = str(exchange.status or CLIENT_GONE)
+            metrics.counter(names.RPC_HANDLED).labels(self._name, status).inc()
+            metrics.histogram(names.RPC_DURATION).labels(self._name, status).observe(time.perf_counter() - started)
+
+    async def _serve(self, exchange: Exchange) -> None:
+        try:
+            if self._face.draining:
+                raise Unavailable("this gateway is shutting down", retry_after=1.0)
+            await self._handler(exchange)
+        except Gone:
+            pass
+        except KvmeshError as error:
+            await _tell(exchange, error)
+        except Exception as exc:
+            log.exception("%s failed", self._name)
+            await _tell(exchange, public_error(exc))
 
     def _span(self, scope: Scope) -> AbstractContextManager[Any]:
         given = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"] if key in _TRACE]
@@ -85,11 +97,12 @@ class Call:
 
 
 async def _tell(exchange: Exchange, error: KvmeshError) -> None:
-    connection = _connection(exchange.scope)
+    connection = connection_of(exchange.scope)
     if not exchange.started and _unread(exchange):
         ident = [(b"x-request-id", exchange.request_id.encode("latin-1"))] if exchange.request_id else []
         exchange.started = exchange.ended = True
-        connection.refuse(http_status(error), error_body(error), ident + error_headers(error))
+        exchange.status = http_status(error)
+        connection.refuse(exchange.status, error_body(error), ident + error_headers(error))
         return
     await exchange.fail(error)
 
@@ -104,7 +117,7 @@ def _unread(exchange: Exchange) -> bool:
     return header(exchange.scope, b"transfer-encoding") is not None
 
 
-def _connection(scope: Scope) -> Connection:
+def connection_of(scope: Scope) -> Connection:
     connection: Connection = scope["state"]["connection"]
     return connection
 

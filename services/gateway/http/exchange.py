@@ -20,6 +20,7 @@ _STREAM: Headers = [
     (b"x-accel-buffering", b"no"),
 ]
 _JSON: Headers = [(b"content-type", b"application/json")]
+CLIENT_GONE = 499
 COMMENT = b": waiting\n\n"
 
 
@@ -33,6 +34,7 @@ class Exchange:
         self._live = live if live is not None else set()
         self.request_id = ""
         self.headers: Headers = []
+        self.status = 0
         self.started = False
         self.ended = False
         self.body_read = False
@@ -46,6 +48,7 @@ class Exchange:
         if self.started:
             return
         self.started = True
+        self.status = 200
         await self._send({"type": "http.response.start", "status": 200, "headers": self._head(_STREAM)})
         self._live.add(self)
 
@@ -73,6 +76,7 @@ class Exchange:
     async def answer(self, body: bytes, status: int = 200, headers: Headers | None = None) -> None:
         """Send a whole answer of JSON."""
         self.started = self.ended = True
+        self.status = status
         head = self._head(_JSON, (headers or []) + [(b"content-length", b"%d" % len(body))])
         await self._send({"type": "http.response.start", "status": status, "headers": head})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
@@ -116,6 +120,7 @@ class Exchange:
         except asyncio.CancelledError:
             if not gone:
                 raise
+            self.status = CLIENT_GONE
             task.uncancel()
         finally:
             watching.cancel()

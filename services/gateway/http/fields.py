@@ -88,6 +88,7 @@ _EXPECTED = {
     "finite_number": "a finite number",
 }
 _CODES = {
+    "greater_than": "below_min_value",
     "greater_than_equal": "below_min_value",
     "less_than_equal": "above_max_value",
     "string_too_long": "string_above_max_length",

@@ -22,6 +22,9 @@ from services.gateway.http.fields import (
 
 MAX_PROMPTS = 128
 
+ShortText = Annotated[str, Field(max_length=128)]
+Ident = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
+
 Cache = Literal["off", "exact", "semantic"]
 
 
@@ -32,14 +35,14 @@ class CacheControl(Part):
     no_store: bool = Field(default=False, description="Do not store the answer.")
     only_if_cached: bool = Field(default=False, description="Answer from the cache or fail.")
     max_age_s: Uint32 | None = Field(default=None, description="Oldest answer that will do, in seconds.")
-    tau: Number | None = Field(default=None, description="Least similarity of a semantic hit.")
+    tau: Number | None = Field(default=None, ge=0, le=1, description="Least similarity of a semantic hit.")
 
 
 class Limits(Part):
     """Of time, for one request."""
 
-    ttft_ms: Uint32 | None = Field(default=None, description="Milliseconds to the first token.")
-    total_ms: Uint32 | None = Field(default=None, description="Milliseconds to the last token.")
+    ttft_ms: Uint32 | None = Field(default=None, ge=1, le=3_600_000, description="Milliseconds to the first token.")
+    total_ms: Uint32 | None = Field(default=None, ge=1, le=86_400_000, description="Milliseconds to the last token.")
 
 
 class StreamOptions(Part):
@@ -55,20 +58,25 @@ class Generate(Part):
     model: Name = Field(description="A served model, or an alias such as auto.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Number | None = Field(default=None, description="0 is greedy; default 1.")
-    top_p: Number | None = None
-    n: Uint32 | None = Field(default=None, description="Choices; at most 16.")
+    temperature: Number | None = Field(default=None, ge=0, le=100, description="0 is greedy; default 1.")
+    top_p: Number | None = Field(default=None, gt=0, le=1)
+    n: Uint32 | None = Field(default=None, ge=1, le=16, description="Choices.")
     stop: Stop | None = Field(default=None, description="At most 16 strings.")
     seed: Seed | None = None
-    max_tokens: Uint32 | None = None
-    frequency_penalty: Number | None = None
-    presence_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = Field(default=None, description="Token id -> what is added to its logit.")
-    user: str | None = None
+    max_tokens: Uint32 | None = Field(default=None, ge=1)
+    frequency_penalty: Number | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: Number | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = Field(
+        default=None,
+        max_length=1024,
+        description="Token id -> what is added to its logit.",
+        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
+    )
+    user: ShortText | None = None
     # Of other servers and of ours
     top_k: Annotated[int, Field(ge=-1, le=2**32 - 1)] | None = Field(default=None, description="0 or -1 is off.")
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
+    min_p: Number | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: Number | None = Field(default=None, gt=0, le=10)
     min_tokens: Uint32 | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[Uint32] | None = Field(default=None, max_length=64)
@@ -78,11 +86,11 @@ class Generate(Part):
     guided_grammar: str | None = None
     guided_json: Annotated[Annotated[str, TEXT] | Annotated[dict[str, Any], OBJECT], NAME_OR_OBJECT] | None = None
     guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
-    request_id: str | None = Field(default=None, description="To abort by; default the x-request-id header's.")
+    request_id: Ident | None = Field(default=None, description="To abort by; default the x-request-id header's.")
     cache: Cache | None = None
     cache_control: CacheControl | None = None
-    cache_salt: str | None = None
-    session_id: str | None = Field(default=None, description="Requests of one session prefer one worker.")
+    cache_salt: ShortText | None = None
+    session_id: ShortText | None = Field(default=None, description="Requests of one session prefer one worker.")
     limits: Limits | None = None
 
 
@@ -183,9 +191,9 @@ class Chat(Generate):
     """Body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, max_length=1024)
-    max_completion_tokens: Uint32 | None = Field(default=None, description="Goes before max_tokens.")
+    max_completion_tokens: Uint32 | None = Field(default=None, ge=1, description="Goes before max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: Uint32 | None = Field(default=None, description="At most 20; needs logprobs.")
+    top_logprobs: Uint32 | None = Field(default=None, le=20, description="Needs logprobs.")
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = Field(default=None, max_length=128)
     tool_choice: Annotated[ToolMode | Annotated[NamedTool, OBJECT], NAME_OR_OBJECT] | None = None
@@ -232,9 +240,10 @@ class Completion(Generate):
         | Annotated[list[TokenIds], Tag("<token arrays>")],
         Discriminator(_prompt_tag),
     ]
-    best_of: Uint32 | None = None
+    max_tokens: Uint32 | None = Field(default=None, description="Default 16; 0 only with echo.")
+    best_of: Uint32 | None = Field(default=None, ge=1, le=16)
     echo: bool | None = None
-    logprobs: Uint32 | None = Field(default=None, description="Alternatives per token, at most 20.")
+    logprobs: Uint32 | None = Field(default=None, le=20, description="Alternatives per token.")
     suffix: str | None = None
 
 
@@ -245,7 +254,7 @@ class Embeddings(Part):
     input: Annotated[Annotated[str, TEXT] | Annotated[list[Any], LIST], TEXT_OR_LIST]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Uint32 | None = None
-    user: str | None = None
+    user: ShortText | None = None
 
 
 class Tokenize(Part):
@@ -264,4 +273,4 @@ class Tokenize(Part):
 class Abort(Part):
     """Body of POST /v1/abort."""
 
-    request_id: str
+    request_id: Annotated[str, Field(min_length=1, max_length=160)]
