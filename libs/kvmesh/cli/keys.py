@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvmesh.cli.options import fail, plain, run, wide_console
@@ -79,12 +78,13 @@ def _show(key: str, info: KeyInfo) -> None:
     """The key alone goes to standard output, so that it can be read by a program."""
     ends = "never expires" if info.expires is None else f"expires {_day(info.expires)}"
     note = f"key {info.name} of tenant {info.tenant}, id {info.digest[:ID_CHARS]}, {ends}; it is shown this once"
-    Console(stderr=True).print(plain(note))
+    _told(note)
     typer.echo(key)
 
 
 def _told(text: str) -> None:
-    Console(stderr=True).print(plain(text))
+    # Not through a console, which breaks lines at its width.
+    typer.echo(plain(text).plain, err=True)
 
 
 def _day(at: dt.datetime | None) -> str:

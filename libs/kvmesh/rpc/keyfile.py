@@ -98,7 +98,7 @@ class KeyInfo:
 class KeyRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$", to_lower=True)]
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
     tenant: Tenant
     name: Name = ""
     created: dt.datetime | None = None
