@@ -25,6 +25,7 @@ from services.gateway.generation import RequestSettings
 from services.gateway.heals import Heals
 from services.gateway.limits.contract import Limiter, LimitState
 from services.gateway.observe import Observer
+from services.gateway.peers.abort import Peers
 from services.gateway.placement import Placer
 from services.gateway.prepare import Preparer, Rules, request_limits
 from services.gateway.registry import Registry
@@ -66,6 +67,7 @@ class Front:
     limiter: Limiter
     flights: Flights | None = None
     shadows: Shadows | None = None
+    peers: Peers | None = None
 
     async def run(
         self,
@@ -123,11 +125,17 @@ class Front:
             finally:
                 running.close()
 
-    def abort(self, tenant: str, request_id: str) -> bool:
-        """End a request of this tenant that runs in this process; False when there is none of that id."""
+    async def abort(self, tenant: str, request_id: str) -> bool:
+        """End a request of this tenant, wherever it runs; False when no gateway that answers has one of that id."""
         if not request_id:
             raise validate.bad("request_id", "is required")
         validate.check_request_id(request_id)
+        return self.abort_here(tenant, request_id) or (
+            self.peers is not None and await self.peers.abort(tenant, request_id)
+        )
+
+    def abort_here(self, tenant: str, request_id: str) -> bool:
+        """As `abort`, in this process alone."""
         return self.registry.stop(tenant, request_id, aborted())
 
     async def embed(

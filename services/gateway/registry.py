@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
+import re
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
+
+from ulid import ULID
 
 from kvmesh.errors import AlreadyExists, KvmeshError, Overloaded
 from kvmesh.rpc.credentials import Principal
@@ -21,9 +24,27 @@ class Running(Protocol):
         """End it with `error`; the first call counts."""
 
 
-def new_id() -> str:
-    """A fresh request id, unique over the mesh."""
-    return uuid.uuid4().hex
+def _instance() -> str:
+    return "".join(secrets.choice(INSTANCE_LETTERS) for _ in range(INSTANCE_LENGTH))
+
+
+INSTANCE_LENGTH = 10
+INSTANCE_LETTERS = "0123456789abcdefghjkmnpqrstvwxyz"
+INSTANCE = _instance()
+"""Name of this process among all gateways, drawn anew at each start: what its request ids begin with."""
+
+_ID = re.compile(rf"([{INSTANCE_LETTERS}]{{{INSTANCE_LENGTH}}})-[0-9A-HJKMNP-TV-Z]{{26}}")
+
+
+def new_id(instance: str = INSTANCE) -> str:
+    """A fresh request id, unique over the mesh: whose it is, and a ULID, so that those of one process sort by time."""
+    return f"{instance}-{ULID()}"
+
+
+def owner(request_id: str) -> str:
+    """The instance that made an id; "" for one that a client chose (which may look like one of ours, too)."""
+    found = _ID.fullmatch(request_id)
+    return found.group(1) if found else ""
 
 
 class Registry:

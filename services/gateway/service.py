@@ -64,7 +64,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Abort(self, request: pb.AbortRequest, context: ServicerContext) -> pb.AbortResponse:
         """End a running request of the same tenant."""
         principal = await self._front.credentials.authenticate_call(context)
-        return pb.AbortResponse(found=self._front.abort(principal.tenant, request.request_id))
+        return pb.AbortResponse(found=await self._front.abort(principal.tenant, request.request_id))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: ServicerContext) -> pb.ListModelsResponse:
         """Models that the caller may use and workers serve."""

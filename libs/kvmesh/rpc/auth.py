@@ -52,8 +52,21 @@ class MeshToken:
         # All are compared, so that timing does not tell which line matched either.
         return sum(hmac.compare_digest(given, known) for known in self._file.get()) > 0
 
+    def sign(self, data: bytes) -> str:
+        """Proof, in hex, that a member of the mesh wrote `data`."""
+        return _mac(self._file.get()[0], data)
+
+    def signed(self, data: bytes, proof: str) -> bool:
+        """True for a proof that any of the file's tokens gives."""
+        given = proof.encode("utf-8", "replace")
+        return any(hmac.compare_digest(given, _mac(known, data).encode()) for known in self._file.get())
+
     def __repr__(self) -> str:
         return "MeshToken([redacted])"
+
+
+def _mac(token: bytes, data: bytes) -> str:
+    return hmac.new(token, b"kvmesh-signed\0" + data, "sha256").hexdigest()
 
 
 def _read_tokens(path: Path) -> list[bytes]:

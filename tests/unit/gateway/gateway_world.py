@@ -40,8 +40,13 @@ class World:
         self.routers.append(router)
         return router
 
-    async def start(self, *, ready: bool = True, static: bool = False, **settings: Any) -> World:
-        """Start the gateway; with `static` it gets the workers' addresses instead of the routers'."""
+    async def start(
+        self, *, ready: bool = True, static: bool = False, gateway: dict[str, Any] | None = None, **settings: Any
+    ) -> World:
+        """Start the gateway; with `static` it gets the workers' addresses instead of the routers'.
+
+        `gateway`: more arguments of its constructor.
+        """
         given: dict[str, Any] = {
             "listen": "127.0.0.1:0",
             "model": MODEL,
@@ -57,7 +62,8 @@ class World:
         config = GatewaySettings(**({"empty_fleet_grace_s": 0} | given | settings))
         self.server = RpcServer(config)
         self._tasks = BackgroundTasks()
-        self.gateway = Gateway(ServiceContext(config, self.server, self.server.auth, self._tasks))
+        context = ServiceContext(config, self.server, self.server.auth, self._tasks)
+        self.gateway = Gateway(context, **(gateway or {}))
         await self.server.start()
         await self.gateway.started()
         if ready:
