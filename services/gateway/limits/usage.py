@@ -67,9 +67,3 @@ class UsageFile:
             pass
         finally:
             os.close(handle)
-
-
-def usage_files(path: Path) -> list[Path]:
-    """The file and those put aside, oldest first."""
-    aside = sorted(path.parent.glob(f"{path.name}.*"), key=lambda each: each.name)
-    return [each for each in (*aside, path) if each.is_file()]

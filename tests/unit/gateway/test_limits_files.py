@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.cli.usage import usage_files
 from kvmesh.store.limits import LimitStore
 from limits_kit import LIMIT_S, Valkey, a_spend, gateway, lines, until
 from services.gateway.limits.journal import Journal
-from services.gateway.limits.usage import UsageFile, usage_files
+from services.gateway.limits.usage import UsageFile
 
 
 @pytest.fixture(scope="module")
