@@ -30,12 +30,13 @@ RESERVED |= {"bos_token", "eos_token", "raise_exception", "strftime_now"}
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A checked tool. `parameters`: the JSON Schema of its arguments, an object's."""
+    """A checked tool. `parameters`: the JSON Schema of its arguments, an object's; `text`: as it was given."""
 
     name: str
     description: str
     parameters: dict[str, Any]
     strict: bool
+    text: str = ""
 
     def describe(self) -> dict[str, Any]:
         """As templates are given it."""
@@ -98,7 +99,7 @@ def check_tools(tools: Sequence[pb.Tool]) -> list[Function]:
         if len(tool.description.encode()) > MAX_DESCRIPTION_BYTES:
             raise refuse(f"{where}.description", f"is longer than {MAX_DESCRIPTION_BYTES} bytes")
         functions[tool.name] = Function(
-            tool.name, tool.description, _schema(f"{where}.parameters", tool.parameters), tool.strict
+            tool.name, tool.description, _schema(f"{where}.parameters", tool.parameters), tool.strict, tool.parameters
         )
     return list(functions.values())
 

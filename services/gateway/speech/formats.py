@@ -6,7 +6,6 @@ reads what a format describes; `grammar` lets a model write nothing else.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import ClassVar, NamedTuple
 
@@ -24,11 +23,7 @@ class Mark(NamedTuple):
     text: str
 
 
-class Args(NamedTuple):
-    """A piece of a grammar: where the arguments stand."""
-
-
-Piece = str | Mark | Args
+Piece = str | Mark
 
 
 class ToolFormat:
@@ -53,24 +48,19 @@ class ToolFormat:
     """Marks inside a head."""
     bare: ClassVar[bool] = False
 
-    # What stands before all calls, between two of them, and after all.
+    # For grammars, a call as models were trained to write it: `begin`, the name, `middle`, the arguments, `end`; and
+    # what stands before all calls, between two of them, and after all.
+    begin: ClassVar[tuple[Piece, ...]]
+    middle: ClassVar[tuple[Piece, ...]]
+    end: ClassVar[tuple[Piece, ...]] = ()
     before: ClassVar[tuple[Piece, ...]] = ()
     between: ClassVar[tuple[Piece, ...]] = ()
     after: ClassVar[tuple[Piece, ...]] = ()
 
     @classmethod
-    def call(cls, name: str) -> tuple[Piece, ...]:
-        """One call of the function, as models were trained to write it."""
-        raise NotImplementedError
-
-    @classmethod
     def marks(cls) -> tuple[str, ...]:
         """Every text of it that may be a token of its own."""
         return (*cls.opens, *cls.drop, *cls.inner, *(text for text in cls.close if len(text) > 3))
-
-
-def _object(name: str, key: str) -> tuple[Piece, ...]:
-    return (f'{{"name": {json.dumps(name)}, "{key}": ', Args(), "}")
 
 
 class Hermes(ToolFormat):
@@ -80,11 +70,9 @@ class Hermes(ToolFormat):
     opens = ("<tool_call>",)
     close = ("</tool_call>",)
     between = ("\n",)
-
-    @classmethod
-    def call(cls, name: str) -> tuple[Piece, ...]:
-        """See ToolFormat."""
-        return (Mark("<tool_call>"), "\n", *_object(name, "arguments"), "\n", Mark("</tool_call>"))
+    begin = (Mark("<tool_call>"), '\n{"name": "')
+    middle = ('", "arguments": ',)
+    end = ("}\n", Mark("</tool_call>"))
 
 
 class Llama(ToolFormat):
@@ -95,11 +83,9 @@ class Llama(ToolFormat):
     again = ";"
     bare = True
     between = ("; ",)
-
-    @classmethod
-    def call(cls, name: str) -> tuple[Piece, ...]:
-        """See ToolFormat."""
-        return _object(name, "parameters")
+    begin = ('{"name": "',)
+    middle = ('", "parameters": ',)
+    end = ("}",)
 
 
 class Mistral(ToolFormat):
@@ -113,11 +99,9 @@ class Mistral(ToolFormat):
     before = (Mark("[TOOL_CALLS]"), "[")
     between = (", ",)
     after = ("]",)
-
-    @classmethod
-    def call(cls, name: str) -> tuple[Piece, ...]:
-        """See ToolFormat."""
-        return _object(name, "arguments")
+    begin = ('{"name": "',)
+    middle = ('", "arguments": ',)
+    end = ("}",)
 
 
 class MistralArgs(ToolFormat):
@@ -128,11 +112,8 @@ class MistralArgs(ToolFormat):
     head = re.compile(r"(?P<name>[A-Za-z0-9_-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{0,64})?(?:\[ARGS\])?(?=\{)")
     wrapped = False
     inner = ("[ARGS]", "[CALL_ID]")
-
-    @classmethod
-    def call(cls, name: str) -> tuple[Piece, ...]:
-        """See ToolFormat."""
-        return (Mark("[TOOL_CALLS]"), name, Mark("[ARGS]"), Args())
+    begin = (Mark("[TOOL_CALLS]"),)
+    middle = (Mark("[ARGS]"),)
 
 
 class DeepSeek(ToolFormat):
@@ -150,12 +131,9 @@ class DeepSeek(ToolFormat):
     before = (Mark("<｜tool▁calls▁begin｜>"),)
     between = ("\n",)
     after = (Mark("<｜tool▁calls▁end｜>"),)
-
-    @classmethod
-    def call(cls, name: str) -> tuple[Piece, ...]:
-        """See ToolFormat."""
-        begin, end = Mark("<｜tool▁call▁begin｜>"), Mark("<｜tool▁call▁end｜>")
-        return (begin, "function", Mark("<｜tool▁sep｜>"), f"{name}\n```json\n", Args(), "\n```", end)
+    begin = (Mark("<｜tool▁call▁begin｜>"), "function", Mark("<｜tool▁sep｜>"))
+    middle = ("\n```json\n",)
+    end = ("\n```", Mark("<｜tool▁call▁end｜>"))
 
 
 FORMATS: tuple[type[ToolFormat], ...] = (Hermes, Llama, Mistral, MistralArgs, DeepSeek)

@@ -21,6 +21,8 @@ from services.gateway.speech.reader import MakeReader, Reading, prompt_digest
 from services.gateway.tokenizers import ModelTokenizer
 
 _FORCED = (pb.ToolChoice.MODE_REQUIRED, pb.ToolChoice.MODE_NAMED)
+# Schemas in one grammar.
+MAX_EXACT_CHARS = 32 * 1024
 # Tokens at a prompt's end in which a mark that the template wrote is looked for.
 _TAIL_TOKENS = 24
 
@@ -80,7 +82,11 @@ class Shape:
         return tail.decode("utf-8", "replace").rstrip().endswith(start)
 
     def _grammar(self, opened: bool) -> pb.Grammar | None:
-        exact = {function.name: self.forced or function.strict for function in self.functions}
+        strict = {function.name for function in self.functions if function.strict}
+        exact = {function.name for function in self.functions} if self.forced else strict
+        if sum(len(function.text) for function in self.functions if function.name in exact) > MAX_EXACT_CHARS:
+            # That those whose caller does not insist follow their schemas too is a help, not a promise.
+            exact = strict
         grammar = Grammar(self.profile)
         answer = grammar.answer(self.form) if self.form is not None else None
         if self.form is not None and answer is None:
@@ -92,8 +98,9 @@ class Shape:
                 raise refuse("grammar", "cannot go with a tool_choice that must call")
             start = grammar.calls(self.functions, many=self.parallel, exact=exact)
         elif self.functions and answer is not None:
-            start = f"{grammar.calls(self.functions, many=self.parallel, exact=exact)} | {answer}"
-        elif any(function.strict for function in self.functions):
+            calls = grammar.calls(self.functions, many=self.parallel, exact=exact, marked=True)
+            start = f"{calls} | {answer}"
+        elif strict:
             start = grammar.free(self.functions, many=self.parallel, exact=exact)
         elif answer is not None and self.profile.reasoning is not None:
             start = answer
