@@ -119,6 +119,11 @@ class CertificateRecord(BaseModel):
             raise ValueError("a certificate is known by exactly one of san and subject")
         return self
 
+    @property
+    def alternative(self) -> str:
+        """`san` as PeerCertificate has it: a URI as it is, a DNS name in lower case."""
+        return self.san if ":" in self.san else self.san.lower()
+
 
 class KeyFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
@@ -131,7 +136,7 @@ class KeyFile(BaseModel):
     def _unique(self) -> KeyFile:
         if len({key.sha256 for key in self.keys}) != len(self.keys):
             raise ValueError("a key is listed twice")
-        if len({(each.san, each.subject) for each in self.certificates}) != len(self.certificates):
+        if len({(each.alternative, each.subject) for each in self.certificates}) != len(self.certificates):
             raise ValueError("a certificate is listed twice")
         return self
 
@@ -153,8 +158,7 @@ def load(path: Path) -> Loaded:
     document = parse(read_bounded(path, MAX_FILE_BYTES).decode("utf-8"), is_json=path.suffix == ".json")
     return Loaded(
         keys={bytes.fromhex(key.sha256): key for key in document.keys},
-        # As PeerCertificate has them: a URI as it is, a DNS name in lower case.
-        names={c.san if ":" in c.san else c.san.lower(): c for c in document.certificates if c.san},
+        names={c.alternative: c for c in document.certificates if c.san},
         subjects={c.subject: c for c in document.certificates if c.subject},
         tenants=document.tenants,
     )
