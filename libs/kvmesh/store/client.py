@@ -33,6 +33,9 @@ TIMEOUTS_TO_OPEN = 2
 FAIR_S = 0.02
 """An operation that was given less time than this, and less than the setting, is not held against Redis."""
 
+LATE_S = 0.02
+"""A time-out that comes this late says more about our own loop than about Redis."""
+
 PROBE_INTERVAL_S = 0.5
 CONNECT_TIMEOUT_S = 2.0
 WRITE_TIMEOUT_S = 1.0
@@ -136,14 +139,19 @@ class RedisStore:
         return result
 
     async def _within(self, limit_s: float, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; TimeoutError after `limit_s` seconds, whatever becomes of it.
+        """The result of `work`; TimeoutError after `limit_s` seconds of listening, whatever becomes of it.
 
         A task of its own, since a cancellation that meets the client at its making of a connection is lost there: the
         caller would wait for the socket's own limit.
         """
+        loop = asyncio.get_running_loop()
         task = asyncio.create_task(work)
+        ends = loop.time() + limit_s
         try:
             done, _ = await asyncio.wait({task}, timeout=limit_s)
+            if not done and loop.time() > ends + LATE_S:
+                # This loop was busy elsewhere, and the reply may lie here unread.
+                done, _ = await asyncio.wait({task}, timeout=limit_s)
         finally:
             if not task.done():
                 task.cancel()

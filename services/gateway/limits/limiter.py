@@ -115,7 +115,14 @@ class Limits:
             # It may be let in all the same: given back once that is known.
             asking.add_done_callback(lambda _: hold.settle(pb.Usage(), None, grpc.StatusCode.CANCELLED.value[0]))
             raise
-        return self._admit(hold, self._alone(hold) if taken is None else taken)
+        if taken is not None:
+            return self._admit(hold, taken)
+        try:
+            return self._admit(hold, self._alone(hold))
+        except KvmeshError:
+            # Redis may have let it in without our hearing of it.
+            hold.settle(pb.Usage(), None, grpc.StatusCode.UNAVAILABLE.value[0])
+            raise
 
     def _admit(self, hold: TenantHold, taken: Taken) -> TenantHold:
         policy, tenant = hold.policy, hold.tenant
