@@ -11,6 +11,7 @@ from rich.console import Console
 
 from kvmesh import __version__
 from kvmesh.cli import cache, keys, router, workers
+from kvmesh.cli import chat as chat_command
 from kvmesh.cli import usage as usage_command
 from kvmesh.cli.options import TlsCa, TlsCert, TlsKey, TlsName, fail, secure_of
 from kvmesh.cli.state import read_state
@@ -27,6 +28,7 @@ app.add_typer(cache.app)
 app.add_typer(keys.app)
 app.add_typer(router.app)
 app.add_typer(workers.app)
+app.command()(chat_command.chat)
 app.command()(usage_command.usage)
 
 DEFAULT_GATEWAY = "127.0.0.1:8080"
