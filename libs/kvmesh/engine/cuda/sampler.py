@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvmesh.engine.cuda.sampler_masks import Anything, grammar_masks
 from kvmesh.engine.cuda.sampler_slots import CountSlots, Key
 from kvmesh.engine.runner import SampleInput, SamplingParams, TokenLogprobs
 from kvmesh.engine.sampling.noise import uniform
@@ -165,7 +166,8 @@ class DeviceSampler:
             want_logprobs=True,
             logprobs=1,
         )
-        prepared = self.prepare([(0, _NO_SEQUENCE, SampleInput(params, 0, 0, (0,), (0,)), False)])
+        sample = SampleInput(params, 0, 0, (0,), (0,), grammar=Anything(self.vocab))
+        prepared = self.prepare([(0, _NO_SEQUENCE, sample, False)])
         self.run(logits, prepared, tokens)
         tokens.cpu()
         self.finish(prepared)
@@ -174,7 +176,7 @@ class DeviceSampler:
     # -- the host's part
 
     def prepare(self, rows: Sequence[Row]) -> Prepared:
-        """Packs a step's samples. Waits for nothing."""
+        """Packs a step's samples. Waits for nothing but grammars' masks."""
         if len(rows) > self._rows:
             self._retire(self._scratch, self._buffer)
             self._set_rows(2 * len(rows))
@@ -234,7 +236,8 @@ class DeviceSampler:
         biases: list[float] = []
         for place, i in enumerate(processed):
             changed = dict(samples[i].params.logit_bias)
-            changed.update(dict.fromkeys(samples[i].banned_token_ids, -math.inf))
+            if samples[i].grammar is None:
+                changed.update(dict.fromkeys(samples[i].banned_token_ids, -math.inf))
             for token, value in changed.items():
                 if 0 <= token < self.vocab:
                     places.append(place)
@@ -250,7 +253,7 @@ class DeviceSampler:
             "bias_place": np.array(places, np.int32),
             "bias_token": np.array(tokens, np.int32),
             "bias": np.array(biases, np.float32),
-        }
+        } | grammar_masks(samples, processed)
 
     def _staging(self, nbytes: int) -> _Staging:
         """Memory that no queued copy reads any more."""
@@ -321,6 +324,8 @@ class DeviceSampler:
                 which, changed = self._list(prepared, "bias_place"), self._list(prepared, "bias_token")
                 biases = self._list(prepared, "bias", torch.float32)
                 kernels.bias(logits, which, changed, biases, processed, columns, state, self._adjusted)
+            if "mask" in lists:
+                kernels.mask(self._list(prepared, "mask_place"), self._list(prepared, "mask"), self._adjusted)
         kernels.sample(logits, columns, prepared.count, state, self._scratch, tokens)
         self._slots.counted(prepared.keys, prepared.lengths)
         if prepared.scored:

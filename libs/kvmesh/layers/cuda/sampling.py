@@ -8,6 +8,7 @@ import torch
 import triton  # type: ignore[import-not-found]
 
 from kvmesh.layers.cuda.sampling_kernels import BINS, sample_kernel
+from kvmesh.layers.cuda.sampling_masks import mask_kernel
 from kvmesh.layers.cuda.sampling_penalties import adjust_kernel, bias_kernel, count_kernel
 from kvmesh.layers.cuda.sampling_scores import HEADER, score_kernel
 
@@ -142,6 +143,14 @@ def bias(
         VOCAB=logits.shape[1],
         BLOCK=_SPARSE_BLOCK,
         num_warps=4,
+    )
+
+
+def mask(places: torch.Tensor, words: torch.Tensor, adjusted: torch.Tensor) -> None:
+    """Behind `bias`: rows places (M,) of adjusted keep only what words int32 (M * W,) allow, W words a row."""
+    count, vocab = len(places), adjusted.shape[1]
+    mask_kernel[(triton.cdiv(vocab, _DENSE_BLOCK), count)](
+        places, words, len(words) // count, adjusted, VOCAB=vocab, BLOCK=_DENSE_BLOCK, num_warps=8
     )
 
 
