@@ -72,7 +72,7 @@ class FakeClient:
         return self.streams[-1]
 
     def models(self) -> list[pb.Model]:
-        return [pb.Model(name="m", dtype="bf16", max_model_len=99), pb.Model(name="e", embeds=True)]
+        return [pb.Model(name="m", dtype="bf16", max_model_len=99), pb.Model(name="vectors", embeds=True)]
 
     def model(self, name: str) -> pb.Model:
         if name != "m":
@@ -167,7 +167,7 @@ def test_commands() -> None:
     assert "temperature" not in options
     for words in ("/retry", "bf16, 99 tokens", "no worker serves model 'nope'", "7 in", "there is no /nothing"):
         assert words in session.said
-    assert "e  " not in session.said, "an embedder is no model to chat with"
+    assert "vectors" not in session.said, "an embedder is no model to chat with"
 
 
 @pytest.mark.parametrize("wrong", ["nope=1", "seed=-1", "cache=maybe", "temperature", "regex=a json_object=true", "'"])
