@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
+
 from kvmesh.errors import DeadlineExceeded, FailedPrecondition, KvmeshError, NotFound
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.credentials import Principal
 from services.gateway import validate
+from services.gateway.limits.contract import Limiter
 from services.gateway.registry import Registry, new_id
 from services.gateway.routers import Routers
 
 MAX_TEXTS = 256
 MAX_TEXT_CHARS = 64 * 1024
 LIMIT_S = 60.0
+BYTES_PER_TOKEN = 4
 
 
 def check(request: pb.EmbedRequest, max_bytes: int) -> None:
@@ -47,10 +51,25 @@ class _Running:
             self._task.cancel()
 
 
+class _Texts:
+    """What limits see of it. How many tokens the texts have is known to the embedder alone: about so many."""
+
+    def __init__(self, request: pb.EmbedRequest, request_id: str) -> None:
+        self.token_ids = range(sum(len(text.encode()) // BYTES_PER_TOKEN + 1 for text in request.input))
+        self.sampling = pb.SamplingParams()
+        self.served = request.model
+        self.request_id = request_id
+
+
 async def embed(
-    request: pb.EmbedRequest, principal: Principal, routers: Routers, registry: Registry, remaining_s: float | None
+    request: pb.EmbedRequest,
+    principal: Principal,
+    routers: Routers,
+    registry: Registry,
+    limiter: Limiter,
+    remaining_s: float | None,
 ) -> pb.EmbedResponse:
-    """The vectors of a request that passed `check`; counts as one of the tenant's running requests.
+    """The vectors of a request that passed `check`; limits and budgets of the tenant count as for any other.
 
     FailedPrecondition when no router embeds, NotFound when none does under this id.
     """
@@ -62,10 +81,16 @@ async def embed(
     limit_s = LIMIT_S if remaining_s is None else min(LIMIT_S, remaining_s)
     asked = router_pb2.EmbedTextsRequest(model=request.model, texts=request.input)
     running = _Running()
-    with registry.hold(principal, new_id(), running):
+    request_id = new_id()
+    with registry.hold(principal, request_id, running):
         try:
             async with asyncio.timeout(limit_s):
-                made = await routers.embed(asked, principal.tenant, limit_s)
+                hold = await limiter.take(principal, _Texts(request, request_id), running.stop)
+                try:
+                    made = await routers.embed(asked, principal.tenant, limit_s)
+                    hold.settle(pb.Usage(prompt_tokens=made.prompt_tokens), None, 0)
+                finally:
+                    hold.settle(pb.Usage(), None, grpc.StatusCode.UNAVAILABLE.value[0])
         except TimeoutError:
             raise DeadlineExceeded(f"the texts were not embedded within {limit_s:.1f} s") from None
         except asyncio.CancelledError:

@@ -144,7 +144,7 @@ class Front:
         """The vectors of 1 to 256 texts, by the routers' embedder. `remaining_s`: of the call's deadline."""
         embedding.check(request, self.rules.max_prompt_bytes)
         principal.policy.check_model(request.model)
-        return await embedding.embed(request, principal, self.routers, self.registry, remaining_s)
+        return await embedding.embed(request, principal, self.routers, self.registry, self.limiter, remaining_s)
 
     def models(self, principal: Principal) -> list[pb.Model]:
         """Models that the caller may use: what workers serve, then embedders."""

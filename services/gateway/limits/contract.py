@@ -6,14 +6,13 @@ Life: `take` once the prompt is counted and before anything is asked of a router
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.errors import KvmeshError
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.credentials import Principal
-from services.gateway.job import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +48,32 @@ class Hold(Protocol):
         0 = it went well."""
 
 
+class Counted(Protocol):
+    """What limits are about in a request: a Job, or something like it. `served` may change while it runs."""
+
+    @property
+    def token_ids(self) -> Sized:
+        """The prompt; only how long it is counts."""
+
+    @property
+    def sampling(self) -> pb.SamplingParams:
+        """With `max_tokens` and `n`; 0 = no output."""
+
+    @property
+    def served(self) -> str:
+        """The model that is paid for."""
+
+    @property
+    def request_id(self) -> str:
+        """The client's own."""
+
+
 class Limiter(Protocol):
     """Lets requests in. One for a gateway process."""
 
-    async def take(self, principal: Principal, job: Job, stop: Callable[[KvmeshError], None]) -> Hold:
-        """Raises Overloaded (with `retry_after`; details name the limit) or BudgetExceeded."""
+    async def take(self, principal: Principal, job: Counted, stop: Callable[[KvmeshError], None]) -> Hold:
+        """Raises Overloaded (with `retry_after`; details name the limit), BudgetExceeded, or Unavailable where a budget
+        cannot be checked."""
 
 
 class NoHold:
@@ -71,6 +91,6 @@ class NoHold:
 class NoLimits:
     """Lets everything in."""
 
-    async def take(self, principal: Principal, job: Job, stop: Callable[[KvmeshError], None]) -> Hold:
+    async def take(self, principal: Principal, job: Counted, stop: Callable[[KvmeshError], None]) -> Hold:
         """See Limiter."""
         return NoHold()

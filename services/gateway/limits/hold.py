@@ -8,12 +8,11 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-from kvmesh.errors import BudgetExceeded, KvmeshError
+from kvmesh.errors import BudgetExceeded, KvmeshError, Unavailable
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.credentials import Policy
 from kvmesh.telemetry import metrics, names
-from services.gateway.job import Job
-from services.gateway.limits.contract import LimitState
+from services.gateway.limits.contract import Counted, LimitState
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +23,15 @@ MIN_STEP = 64
 """Output tokens that are taken at least, where the request may have as many."""
 
 NEVER = math.inf
+RETRY_S = 1.0
 
 
 class Owner(Protocol):
     """The limiter."""
+
+    @property
+    def strict(self) -> bool:
+        """True when nothing may be used that Redis has not granted."""
 
     async def top_up(self, hold: TenantHold, most: int) -> tuple[int, int] | None:
         """Cost granted of `most`, and held now; None = nobody knows, as while Redis is away."""
@@ -48,7 +52,7 @@ class TenantHold:
         owner: Owner,
         tenant: str,
         policy: Policy,
-        job: Job,
+        job: Counted,
         stop: Callable[[KvmeshError], None],
         *,
         hold_id: str,
@@ -74,6 +78,7 @@ class TenantHold:
         self._used = 0
         self._next: float = NEVER
         self._exhausted = False
+        self._blind = False
         self._growing: asyncio.Task[None] | None = None
         self._end: tuple[pb.Usage, pb.Served | None, int] | None = None
         self._watch()
@@ -86,18 +91,23 @@ class TenantHold:
         """Say at which output something has to be done."""
         if not self.policy.budget.amount or self.covered >= self.most:
             self._next = NEVER
+        elif self._exhausted:
+            self._next = self.covered
+        elif self._blind:
+            # Each time half of what is left later: seldom, and at last when there is nothing.
+            self._next = min(self.covered, self._used + max(1, (self.covered - self._used) // 2))
         else:
-            self._next = self.covered if self._exhausted else self.covered * SHORT
+            self._next = self.covered * SHORT
 
     def used(self, completion_tokens: int) -> None:
         """See Hold."""
         if completion_tokens < self._next:
             return
         self._used = completion_tokens
-        if self._exhausted:
+        if completion_tokens >= self.covered and (self._exhausted or self._blind):
             self._next = NEVER
             metrics.counter(names.LIMITS_STOPPED).inc()
-            self._stop(exceeded(self.policy))
+            self._stop(exceeded(self.policy) if self._exhausted else unknown())
         elif self._growing is None and self._end is None:
             step = (
                 min(self.most, max(self.covered, completion_tokens) + max(MIN_STEP, self.covered // 2)) - self.covered
@@ -110,11 +120,16 @@ class TenantHold:
             want = max(0, self.cost(self.covered + step) - self.held)
             got = await self._owner.top_up(self, want)
             if got is None:
-                # Charged at the end, whatever it is.
-                self.held += want
-                self.covered += step
                 outcome = "away"
+                if self._owner.strict:
+                    # Asked for again before what there is runs out.
+                    self._blind = True
+                else:
+                    # Charged at the end, whatever it is.
+                    self.held += want
+                    self.covered += step
             else:
+                self._blind = False
                 granted, self.held = got
                 self._exhausted = granted < want
                 self.covered = self.covered + step if granted >= want else self._covers(step)
@@ -145,6 +160,11 @@ class TenantHold:
         # What is on its way to Redis must be there before the end is.
         if self._growing is None:
             self._owner.settled(self, usage, served, code)
+
+
+def unknown() -> Unavailable:
+    """Nobody knows what is left."""
+    return Unavailable("budgets cannot be checked now", retry_after=RETRY_S, details={"limit": "budget"})
 
 
 def exceeded(policy: Policy) -> BudgetExceeded:

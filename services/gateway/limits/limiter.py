@@ -13,17 +13,16 @@ from collections.abc import Callable
 import grpc
 
 from kvmesh.config.gateway import LimitSettings
-from kvmesh.errors import KvmeshError, Overloaded, Unavailable
+from kvmesh.errors import KvmeshError, Overloaded
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.credentials import Policy, Principal
 from kvmesh.rpc.tasks import BackgroundTasks
 from kvmesh.store.client import RedisStore
 from kvmesh.store.limits import LimitStore, Spend, Taken, Terms
 from kvmesh.telemetry import metrics, names
-from services.gateway.job import Job
-from services.gateway.limits.contract import Hold, LimitState, NoHold, Window
+from services.gateway.limits.contract import Counted, Hold, LimitState, NoHold, Window
 from services.gateway.limits.estimate import Lengths
-from services.gateway.limits.hold import TenantHold, exceeded
+from services.gateway.limits.hold import RETRY_S, TenantHold, exceeded, unknown
 from services.gateway.limits.ledger import BATCH_S, Ledger
 from services.gateway.limits.local import LocalLimits
 
@@ -35,7 +34,6 @@ TAKE_S = 0.1
 OPEN_S = 60.0
 """Seconds for which budgets are not looked at while Redis is away."""
 
-RETRY_S = 1.0
 RENEWALS = 8
 """Tenants whose holds are renewed at the same time: requests need connections too."""
 
@@ -86,7 +84,7 @@ class Limits:
         return len(self._holds.get(tenant, ()))
 
     # --- in
-    async def take(self, principal: Principal, job: Job, stop: Callable[[KvmeshError], None]) -> Hold:
+    async def take(self, principal: Principal, job: Counted, stop: Callable[[KvmeshError], None]) -> Hold:
         """See Limiter."""
         policy, tenant = principal.policy, principal.tenant
         if not (policy.limited or policy.prices or self._settings.usage_file):
@@ -176,7 +174,7 @@ class Limits:
                 log.warning("a tenant has a budget, but there is no redis_url: it can be kept nowhere")
             if self._settings.budget_away == "closed" or now - self._away_since > OPEN_S:
                 metrics.counter(names.LIMITS_REFUSED).labels("budget").inc()
-                raise Unavailable("budgets cannot be checked now", retry_after=RETRY_S, details={"limit": "budget"})
+                raise unknown()
         taken = self._local.take(hold.tenant, policy, running=self.holds(hold.tenant), tokens=hold.tokens)
         if taken.verdict == "ok":
             hold.local = True
@@ -198,13 +196,18 @@ class Limits:
         return Overloaded(f"this tenant {text}", retry_after=retry_s, details={"limit": limit})
 
     # --- while it runs
+    @property
+    def strict(self) -> bool:
+        """See Owner."""
+        return self._settings.budget_away == "closed"
+
     def spawn(self, hold: TenantHold, step: int) -> asyncio.Task[None]:
         """See Owner."""
         return self._tasks.spawn(hold.grow(step), name="limits-top-up", essential=False)
 
     async def top_up(self, hold: TenantHold, most: int) -> tuple[int, int] | None:
         """See Owner."""
-        if self._store is None:
+        if self._store is None or not self._store.store.ok:
             return None
         amount = hold.policy.budget.amount
         return await self._store.top_up(
@@ -241,7 +244,7 @@ class Limits:
             prompt = cached = 0
         free = cache in HITS
         used = 0 if free else prompt + completion
-        if not free and not code:
+        if completion and not free and not code:
             self._lengths.add(hold.tenant, completion)
         if hold.local:
             self._local.give_back(hold.tenant, hold.tokens - used)
