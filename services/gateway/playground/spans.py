@@ -6,7 +6,7 @@ may ask for a trace is told by the trace itself: the gateway's span of a request
 
 from __future__ import annotations
 
-import logging
+import ipaddress
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,8 +21,6 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from kvmesh.errors import FailedPrecondition
 from kvmesh.telemetry import names
 from services.gateway.playground.phases import KEPT, Span, root_of
-
-log = logging.getLogger(__name__)
 
 MAX_EXPORT_BYTES = 4 << 20
 MAX_TEXT = 256
@@ -153,8 +151,19 @@ def _kept(span: trace_pb2.Span) -> Span:
     )
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 async def listen(spans: Spans, address: str) -> tuple[grpc.aio.Server, str]:
-    """A started server and its address ("host:port"). FailedPrecondition where the address is in use."""
+    """A started server and its address ("host:port"). FailedPrecondition where the address is in use, or where others
+    than this machine could send to it: whoever can is believed."""
+    host = address.rpartition(":")[0].strip("[]")
+    if host != "localhost" and not _is_loopback(host):
+        raise FailedPrecondition(f"playground_spans must be a loopback address, not {address}")
     options = [("grpc.max_receive_message_length", MAX_EXPORT_BYTES), ("grpc.so_reuseport", 0)]
     server = grpc.aio.server(options=options)
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Receiver(spans), server)  # type: ignore[no-untyped-call,unused-ignore]

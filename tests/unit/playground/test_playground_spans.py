@@ -173,7 +173,8 @@ async def test_spans_come_over_otlp() -> None:
             await trace_service_pb2_grpc.TraceServiceStub(channel).Export(request, timeout=30)
         (kept,) = spans.of("t", "r")
         assert (kept.start_ns, kept.end_ns, len(kept.name)) == (5, 9, 256)
-        with pytest.raises(FailedPrecondition):
-            await listen(spans, address)
+        for wrong in (address, "0.0.0.0:0", "example.org:4317"):
+            with pytest.raises(FailedPrecondition):
+                await listen(spans, wrong)
     finally:
         await server.stop(None)

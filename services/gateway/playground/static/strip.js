@@ -1,7 +1,7 @@
 // Where the time of an answer went.
 
 const NAMES = {
-  cache: "looking for the answer among those that are known, or taking it from there",
+  cache: "looking for the answer among those that are known, or taking it from there or from another request",
   queue: "waiting for a worker to be chosen and to have room",
   prefill: "computing the prompt",
   transfer: "moving the prompt's KV, as far as computing did not hide it",
