@@ -49,7 +49,6 @@ class HttpCaller:
     async def waiting(self) -> None:
         """See Caller."""
         if self._streams:
-            await self._exchange.open()
             await self._exchange.sign_of_life()
 
     async def send(self, event: pb.GenerateEvent) -> None:

@@ -38,9 +38,10 @@ class Exchange:
         self.started = False
         self.ended = False
         self.body_read = False
-        # Writes so far; whoever looks for idle streams compares it with what it saw before.
-        self.writes = 0
-        self.seen_writes = -1
+        self._begun = self._idle_since = asyncio.get_running_loop().time()
+        # So far; a look that finds no more than the one before has found an idle stream.
+        self._writes = 0
+        self._seen_writes = 0
 
     # --- a stream
     async def open(self) -> None:
@@ -50,13 +51,12 @@ class Exchange:
         self.started = True
         self.status = 200
         await self._send({"type": "http.response.start", "status": 200, "headers": self._head(_STREAM)})
-        self._live.add(self)
 
     async def write(self, body: bytes) -> None:
         """Send a part of a stream; waits while the client does not read."""
         if not self.started:
             await self.open()
-        self.writes += 1
+        self._writes += 1
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self, body: bytes) -> None:
@@ -67,9 +67,28 @@ class Exchange:
         self._live.discard(self)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
+    def streams(self) -> None:
+        """It will be a stream: whoever looks after those may open it."""
+        self._live.add(self)
+
+    async def look(self, now: float, *, first_s: float, idle_s: float) -> None:
+        """A comment where nothing was written for `idle_s`, so that nobody between takes an idle stream for a dead one;
+        the head where there is nothing to send for `first_s`. Not while its client does not read."""
+        if self.ended or self.scope["state"]["connection"].flow.write_paused:
+            return
+        if not self.started:
+            if now - self._begun >= first_s:
+                await self.sign_of_life()
+        elif self._writes != self._seen_writes:
+            self._seen_writes, self._idle_since = self._writes, now
+        elif now - self._idle_since >= idle_s:
+            self._idle_since = now
+            await self.sign_of_life()
+
     async def sign_of_life(self) -> None:
-        """A comment, so that nobody between takes an idle stream for a dead one."""
-        if self.started and not self.ended:
+        """A comment, which clients pass over."""
+        await self.open()
+        if not self.ended:
             await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     # --- one body

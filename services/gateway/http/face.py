@@ -144,6 +144,8 @@ class Face:
         """Run them all; True when all went well and `run.ends` has an end for each. Otherwise all has been told."""
         exchange = run.exchange
         callers = [HttpCaller(exchange, render, streams=streams) for render in renders]
+        if streams:
+            exchange.streams()
         done = False
         async with exchange.client_watched():
             try:

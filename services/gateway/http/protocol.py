@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from services.gateway.http.errors import HttpError, error_body
 from services.gateway.http_tls import TlsAwareProtocol
@@ -51,6 +51,8 @@ class Connection(TlsAwareProtocol):
         self._unclaimed = 0
         self._refused: Refused | None = None
         self._stalled: tuple[float, int] | None = None
+        # The request that is being answered; `cycle` is the one that came last.
+        self._running: RequestResponseCycle | None = None
         self.app_state = {**self.app_state, "connection": self}
 
     # --- what comes in
@@ -120,11 +122,31 @@ class Connection(TlsAwareProtocol):
         self._refused = Refused(status, message, code)
         raise self._refused
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
     # --- the end of it
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Whoever answers hears of it, also where further requests have come since."""
+        self._forget()
+        super().connection_lost(exc)
+
+    def _forget(self) -> None:
+        self.pipeline.clear()
+        for cycle in (self._running, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
     def _refuse(self, refused: Refused) -> None:
-        cycle = self.cycle
-        if cycle is not None and cycle.response_started and not cycle.response_complete:
-            # Inside another answer there is no place for this one.
+        running = self._running
+        if (
+            running is not None
+            and not running.response_complete
+            and (running.response_started or running is not self.cycle)
+        ):
+            # Inside another answer, or before it, there is no place for this one.
             self.abort()
             return
         self.refuse(refused.error.http, error_body(refused.error), [])
@@ -154,6 +176,7 @@ class Connection(TlsAwareProtocol):
 
     def abort(self) -> None:
         """End it at once, whatever is buffered."""
+        self._forget()
         self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -191,4 +214,4 @@ class Connection(TlsAwareProtocol):
     @property
     def idle(self) -> bool:
         """No answer is under way."""
-        return self.cycle is None or self.cycle.response_complete
+        return (self._running is None or self._running.response_complete) and not self.pipeline

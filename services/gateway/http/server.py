@@ -8,7 +8,6 @@ import functools
 import logging
 import socket
 from email.utils import formatdate
-from typing import Any
 
 import uvicorn
 from uvicorn.server import ServerState
@@ -33,7 +32,7 @@ class HttpServer:
 
     def __init__(self, settings: GatewaySettings, app: App, face: Face) -> None:
         self._settings = settings
-        self._face = face
+        self.face = face
         self._state = ServerState()
         self._config = uvicorn.Config(
             app,
@@ -56,6 +55,11 @@ class HttpServer:
     def connections(self) -> list[Connection]:
         """Those that are open."""
         return [one for one in self._state.connections if isinstance(one, Connection)]
+
+    @property
+    def live_streams(self) -> int:
+        """Streams that have not ended."""
+        return len(self.face.live)
 
     async def start(self) -> str:
         """Listen; returns "http://host:port" (https with certificates)."""
@@ -101,19 +105,18 @@ class HttpServer:
         return bound
 
     async def run(self) -> None:
-        """Until cancelled: dates, connections over time, signs of life."""
-        loop = asyncio.get_running_loop()
-        next_signs = loop.time() + SIGN_OF_LIFE_S
+        """Until cancelled: dates, connections over time, streams that have nothing to say."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self._date()
-            now = loop.time()
-            for connection in self.connections:
-                connection.look(now)
-            if now >= next_signs:
-                next_signs = now + SIGN_OF_LIFE_S
-                for exchange in list(self._face.live):
-                    await _sign(exchange)
+            await self.look(asyncio.get_running_loop().time())
+
+    async def look(self, now: float) -> None:
+        """Once a second; `now`: on the loop's clock."""
+        self._date()
+        for connection in self.connections:
+            connection.look(now)
+        for exchange in list(self.face.live):
+            await exchange.look(now, first_s=self._settings.first_metadata_s, idle_s=SIGN_OF_LIFE_S)
 
     def _date(self) -> None:
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
@@ -121,7 +124,7 @@ class HttpServer:
     # --- the end
     def stop_listening(self) -> None:
         """No new connections; those that are open end with the answer they are at."""
-        self._face.draining = True
+        self.face.draining = True
         if self._server is not None:
             self._server.close()
         for connection in self.connections:
@@ -143,11 +146,3 @@ class HttpServer:
             await asyncio.wait(list(self._state.tasks), timeout=1.0)
         for connection in self.connections:
             connection.abort()
-
-
-async def _sign(exchange: Any) -> None:
-    """Only where nothing was written since the last look, and nothing waits to be."""
-    idle = exchange.writes == exchange.seen_writes
-    exchange.seen_writes = exchange.writes
-    if idle and not exchange.scope["state"]["connection"].flow.write_paused:
-        await exchange.sign_of_life()

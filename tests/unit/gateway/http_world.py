@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -104,9 +105,18 @@ class Wire:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def to(cls, url: str) -> Wire:
+    async def to(cls, url: str, *, receive_buffer: int = 0) -> Wire:
         host, port = url.removeprefix("http://").rsplit(":", 1)
-        return cls(*await asyncio.open_connection(host, int(port)))
+        made = socket.socket()
+        made.setblocking(False)
+        if receive_buffer:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        await asyncio.get_running_loop().sock_connect(made, (host, int(port)))
+        return cls(*await asyncio.open_connection(sock=made))
+
+    def stall(self) -> None:
+        """Read no more."""
+        self.writer.transport.pause_reading()  # type: ignore[attr-defined]
 
     def post(self, path: str, value: Any, *headers: str) -> None:
         raw = json.dumps(value).encode() if not isinstance(value, bytes) else value
