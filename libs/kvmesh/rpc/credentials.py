@@ -27,6 +27,9 @@ __all__ = ["Credentials", "Identity", "KeySource", "Policy", "Principal", "Token
 
 MAX_KEY_CHARS = 512
 MAX_TOKEN_CHARS = 8192
+ASIDE_BYTES = 16 << 10
+"""A key file that is longer takes more than a few milliseconds to parse."""
+
 REFUSED = "a valid API key is needed: authorization: Bearer <key>"
 """Whatever is wrong with a credential, or that there is none: nobody learns which part failed."""
 
@@ -75,7 +78,13 @@ class Credentials:
     ) -> None:
         """Raises OSError or ValueError when the first version of the file is unusable."""
         self._file = (
-            ReloadingFile([path], lambda: load(path), what="credentials file", interval_s=interval_s)
+            ReloadingFile(
+                [path],
+                lambda: load(path),
+                what="credentials file",
+                interval_s=interval_s,
+                aside_bytes=ASIDE_BYTES,
+            )
             if path is not None
             else None
         )
@@ -118,7 +127,9 @@ class Credentials:
             None if self.open else PeerCertificate.of_call(context),
         )
         if any(key == TENANT_KEY and value != principal.tenant for key, value in given):
-            raise PermissionDenied(f"{TENANT_KEY}: the tenant comes from the key alone", details={"field": TENANT_KEY})
+            raise PermissionDenied(
+                f"{TENANT_KEY}: the tenant comes from the credential alone", details={"field": TENANT_KEY}
+            )
         return principal
 
     async def _of_bearer(self, key: str) -> Principal | None:

@@ -35,11 +35,22 @@ class ReloadingFile(Generic[T]):
     """A parsed value that follows one or more files.
 
     `get` looks at the files at most every `interval_s`. A broken or missing new version is logged once and the old
-    value stays; the first load must succeed (its error is raised).
+    value stays; the first load must succeed (its error is raised). A new version of more than `aside_bytes` is loaded
+    beside, on a thread: an event loop that calls `get` must not stand still meanwhile.
     """
 
-    def __init__(self, paths: list[Path], load: Callable[[], T], *, what: str, interval_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        paths: list[Path],
+        load: Callable[[], T],
+        *,
+        what: str,
+        interval_s: float = 1.0,
+        aside_bytes: int | None = None,
+    ) -> None:
         self._paths = paths
+        self._aside_bytes = aside_bytes
+        self._loading = False
         self._load = load
         self._what = what
         self._interval_s = interval_s
@@ -53,7 +64,7 @@ class ReloadingFile(Generic[T]):
         """The present value; reloads first when the files have changed."""
         now = time.monotonic()
         with self._lock:
-            if now - self._checked >= self._interval_s:
+            if now - self._checked >= self._interval_s and not self._loading:
                 self._checked = now
                 self._reload()
             return self._value
@@ -69,11 +80,29 @@ class ReloadingFile(Generic[T]):
         if stamps == self._stamps:
             return
         self._stamps = stamps
+        if self._aside_bytes is not None and sum(size for _, size, _ in stamps) > self._aside_bytes:
+            self._loading = True
+            threading.Thread(target=self._load_aside, name="reload", daemon=True).start()
+            return
+        self._take(self._loaded())
+
+    def _load_aside(self) -> None:
+        loaded = self._loaded()
+        with self._lock:
+            self._loading = False
+            self._take(loaded)
+
+    def _loaded(self) -> tuple[T] | None:
         try:
-            self._value = self._load()
+            return (self._load(),)
         except Exception as exc:
             # The class only: a parse error may quote the file, and the file holds secrets.
             log.error("%s: new version is unusable (%s); the old one stays in use", self._what, type(exc).__name__)
+            return None
+
+    def _take(self, loaded: tuple[T] | None) -> None:
+        if loaded is None:
             return
+        (self._value,) = loaded
         self.version += 1
         log.info("%s: reloaded", self._what)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 
 from identity_kit import key_block
 from kvmesh.errors import KvmeshError, PermissionDenied, Unauthenticated, Unavailable
-from kvmesh.rpc import Credentials, hash_key, new_key
+from kvmesh.rpc import Credentials, hash_key, keyfile, new_key
 from kvmesh.rpc.certificates import MAX_NAMES, PeerCertificate
 from kvmesh.rpc.credentials import Identity
+from kvmesh.rpc.keyfile import parse
 
 KEY, STORED, DOTTED = new_key(), new_key(), "key.of.three"
 TOKEN = "header.claims.signature"
@@ -290,3 +293,40 @@ def test_a_broken_certificate_stops_the_start(tmp_path: Path, record: dict[str, 
     path.write_text(json.dumps({"certificates": [{"tenant": "a", "san": "x"}, {"tenant": "b", "san": "X"}]}))
     with pytest.raises(ValueError, match="twice"):
         Credentials(path)
+
+
+async def tenant_of(callers: Credentials, key: str) -> str | None:
+    try:
+        return (await callers.identify(f"Bearer {key}")).tenant
+    except Unauthenticated:
+        return None
+
+
+async def test_a_long_file_is_read_beside_the_calls(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is parsed callers are told by the old one."""
+    callers = Credentials(path, interval_s=0.0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return parse(*args, **kwargs)
+
+    monkeypatch.setattr(keyfile, "parse", slow)
+    rewrite(path, key_block("new", "new") + "# a comment\n" * 2000)
+    assert (await callers.identify(f"Bearer {KEY}")).tenant == "file"
+    assert begun.wait(60)
+    with pytest.raises(Unauthenticated):
+        await callers.identify("Bearer new")
+    go_on.set()
+    async with asyncio.timeout(60):
+        while await tenant_of(callers, "new") is None:
+            await asyncio.sleep(0.01)
+    assert await tenant_of(callers, KEY) is None
+    # So is one that is broken; the next one counts again.
+    rewrite(path, "x" * 20_000)
+    assert await tenant_of(callers, "new") == "new"
+    rewrite(path, key_block(KEY, "short"))
+    async with asyncio.timeout(60):
+        while await tenant_of(callers, KEY) != "short":
+            await asyncio.sleep(0.01)

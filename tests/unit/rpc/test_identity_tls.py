@@ -62,6 +62,13 @@ async def test_clients_prove_themselves_at_a_door_of_their_own(mesh: Any, mesh_c
     for stranger in (plain, mesh_ca.client(mesh_ca, "acme.example", common_name="batch.acme")):
         with pytest.raises(errors.Unavailable), raising():
             await mesh.echo(server.client_address, tls=stranger).unary(Text())
+    # The authorities of clients follow their file, as certificates do.
+    others = Authority(client_ca.folder, "others")
+    others.file.replace(client_ca.file)
+    newer = others.client(mesh_ca, "newer.example")
+    assert (await mesh.echo(server.client_address, tls=newer).unary(Text())).value == "|newer.example"
+    with pytest.raises(errors.Unavailable), raising():
+        await mesh.echo(server.client_address, tls=acme).unary(Text())
 
 
 async def test_a_clients_certificate_opens_no_inner_service(
