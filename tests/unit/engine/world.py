@@ -31,6 +31,7 @@ from kvmesh.engine.runner import SamplingParams, StepBatch
 from kvmesh.engine.scripted import ScriptedModel, ScriptedRunner, scripted_output
 from kvmesh.engine.scripted_kv import ScriptedKv
 from kvmesh.errors import Cancelled, FailedPrecondition, KvmeshError
+from kvmesh.grammar.match import Match
 from kvmesh.kv.ring import DOORBELL_BYTES, Doorbell, StepRecord, StepRing
 from tests.unit.engine.async_runner import AsyncScripted
 
@@ -50,6 +51,8 @@ class Track:
     """What the outside knows of one request."""
 
     request: EngineRequest
+    # At its beginning.
+    grammar: Match | None = None
     outputs: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, FinishReason] = field(default_factory=dict)
     aborted_choices: set[int] = field(default_factory=set)
@@ -144,6 +147,7 @@ class World:
         cumulative: bool = False,
         local_remainder: int = 0,
         first_choice: int = 0,
+        grammar: Match | None = None,
         **sampling: object,
     ) -> RequestKey:
         self.serial += 1
@@ -151,8 +155,11 @@ class World:
         params = SamplingParams(**{"max_tokens": 8, "seed": self.serial, **sampling})  # type: ignore[arg-type]
         prompt = list(BASES[base][:length])
         tokens = list(prompt)
+        if grammar is not None:
+            grammar = grammar.begin((), params.stop_token_ids, params.ignore_eos)
         if tail:
-            tokens += scripted_output(prompt, params, first_choice, max_model_len=self.max_len)[0][:tail]
+            limits = {"max_model_len": self.max_len, "grammar": grammar}
+            tokens += scripted_output(prompt, params, first_choice, **limits)[0][:tail]  # type: ignore[arg-type]
         now = self.core._clock()
         request = EngineRequest(
             key,
@@ -169,8 +176,9 @@ class World:
             total_deadline=None if total is None else now + total,
             first_choice=first_choice,
             local_remainder=local_remainder,
+            grammar=grammar and grammar.begin(tokens[len(prompt) :], params.stop_token_ids, params.ignore_eos),
         )
-        self.tracks[key] = Track(request)
+        self.tracks[key] = Track(request, grammar)
         self.core.submit(request)
         return key
 
@@ -324,6 +332,7 @@ class World:
                 choice,
                 max_model_len=self.max_len,
                 eos_after=self.runner.model.eos_after,
+                grammar=track.grammar,
             )
             assert output == whole[tail : tail + len(output)]
             if error is None and choice not in track.aborted_choices:
