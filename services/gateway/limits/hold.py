@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvmesh.errors import BudgetExceeded, KvmeshError, Unavailable
 from kvmesh.proto.v1 import inference_pb2 as pb
-from kvmesh.rpc.credentials import Policy
+from kvmesh.rpc.policy import Policy
 from kvmesh.telemetry import metrics, names
 from services.gateway.limits.contract import Counted, LimitState
 

@@ -15,7 +15,8 @@ import grpc
 from kvmesh.config.gateway import LimitSettings
 from kvmesh.errors import KvmeshError, Overloaded
 from kvmesh.proto.v1 import inference_pb2 as pb
-from kvmesh.rpc.credentials import Policy, Principal
+from kvmesh.rpc.credentials import Principal
+from kvmesh.rpc.policy import Policy
 from kvmesh.rpc.tasks import BackgroundTasks
 from kvmesh.store.client import RedisStore
 from kvmesh.store.limits import LimitStore, Spend, Taken, Terms

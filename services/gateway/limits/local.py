@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvmesh.rpc.credentials import Policy
+from kvmesh.rpc.policy import Policy
 from kvmesh.store.limits import Taken
 
 MAX_TENANTS = 10_000

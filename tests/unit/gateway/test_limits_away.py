@@ -180,3 +180,39 @@ async def test_with_a_journal_nothing_is_lost_that_memory_has_no_room_for(
         await asyncio.wait_for(made.redis.up.wait(), LIMIT_S)
         await made.settled()
         assert await made.figures("t", BUDGET) == (135, 0, 0)
+
+
+async def test_a_closed_budget_ends_what_runs_where_its_hold_does(valkey: Valkey) -> None:
+    async with gateway(valkey, budget_away="closed") as made:
+        hold = await made.take("t", BUDGET, a_job(max_tokens=4000))
+        valkey.kill()
+        asked = 0
+        for used in range(1, 4001):
+            hold.used(used)
+            asked += hold._growing is not None
+            await until(lambda: hold._growing is None)
+            if made.stopped:
+                break
+        (error,) = made.stopped
+        assert isinstance(error, Unavailable)
+        assert used == hold.covered == 1024
+        # Not at every token.
+        assert 2 <= asked <= 16
+
+
+async def test_a_closed_budget_goes_on_once_redis_is_back(valkey: Valkey) -> None:
+    async with gateway(valkey, budget_away="closed") as made:
+        hold = await made.take("t", BUDGET, a_job(max_tokens=4000))
+        valkey.kill()
+        for used in range(1, 1000):
+            hold.used(used)
+            await until(lambda: hold._growing is None)
+        assert hold.covered == 1024
+        valkey.start()
+        assert made.redis is not None
+        await asyncio.wait_for(made.redis.up.wait(), LIMIT_S)
+        for used in range(1000, 1100):
+            hold.used(used)
+            await until(lambda: hold._growing is None)
+        assert hold.covered > 1100
+        assert made.stopped == []
