@@ -6,7 +6,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.proto.v1 import inference_pb2 as pb
@@ -135,21 +135,205 @@ FRAGMENTS = [
     '{"type": "function", "name": "f", "parameters": {"q": "</tool_call>"}}',
     "function<｜tool▁sep｜>f\n```json\n{}\n```",
 ]  # fmt: skip
-outputs = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=14).map("".join)
+GAPS = st.sampled_from(["", "", " ", "\n", "\n\n", " \u3000"])
 
 
-@given(
-    st.sampled_from(sorted(FORMS)),
-    outputs,
-    st.lists(st.integers(0, 400), max_size=8),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH]),
-)
+@st.composite
+def outputs(draw: st.DrawFn, form: type[ToolFormat]) -> str:
+    """Mostly what models write, in any order, with any gaps; some of it broken."""
+    calls = [written(form, "f", "{}"), written(form, "get_weather", WEATHER), two(form), written(form, "g", "{}")]
+    thoughts = ["<think>hm</think>", "<think>\nhm \n</think>", " </think>"]
+    segments = st.sampled_from(calls) | st.sampled_from(calls + thoughts + FRAGMENTS) | st.text(max_size=3)
+    text = ""
+    for segment in draw(st.lists(segments, max_size=6)):
+        if draw(st.integers(0, 4)) == 0:
+            # Cut short, or with a character too many.
+            at = draw(st.integers(0, len(segment)))
+            segment = segment[:at] + draw(st.sampled_from(["", "", "{", '"', "x", "<"]))
+        text += segment + draw(GAPS)
+    return text
+
+
+@given(st.data(), st.sampled_from(sorted(FORMS)), st.booleans(), st.booleans())
+@settings(max_examples=400)
 def test_reading_does_not_depend_on_how_the_text_is_cut(
-    name: str, text: str, cuts: list[int], think: bool, opened: bool, finish: pb.FinishReason.ValueType
+    data: st.DataObject, name: str, think: bool, opened: bool
 ) -> None:
+    text = data.draw(outputs(FORMS[name]))
+    cuts = data.draw(st.lists(st.integers(0, 400), max_size=8))
+    finish = data.draw(st.sampled_from([pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH]))
     how = reading(FORMS[name], reasoning=THINK if think else None, opened=think and opened)
     whole = read(how, [text], finish)
     assert read(how, chunks(text, cuts), finish) == whole
     assert read(how, [*text, ""], finish) == whole
+
+
+def pieces_of(how: Reading, pieces: list[str]) -> list[tuple[str, str, list[tuple[int, str, str]]]]:
+    """What each piece brought: content, reasoning, parts of calls."""
+    reader = how()
+    deltas = [reader.read(pb.Delta(text=piece)) for piece in pieces]
+    return [(d.text, d.reasoning, [(p.index, p.name, p.arguments) for p in d.tool_calls]) for d in deltas]
+
+
+def test_a_call_is_told_as_it_comes() -> None:
+    pieces = [
+        "I look",
+        " it up.\n<tool_",
+        'call>\n{"name": "f", "argu',
+        'ments": {',
+        '"a": "',
+        "x",
+        '"}}',
+        "\n</tool_call>",
+    ]
+    assert pieces_of(reading(), pieces) == [
+        ("I look", "", []),
+        (" it up.", "", []),
+        ("", "", []),
+        ("", "", [(0, "f", "{")]),
+        ("", "", [(0, "", '"a": "')]),
+        ("", "", [(0, "", "x")]),
+        ("", "", [(0, "", '"}')]),
+        ("", "", []),
+    ]
+
+
+def test_nothing_is_held_that_cannot_belong_to_a_mark() -> None:
+    how = reading(reasoning=THINK)
+    assert pieces_of(
+        how, ["<th", "ink>so", " I", " think</thin", "g> yes</think>", "\n\nHi <b>", "<too", "l> 1 <", " 2"]
+    ) == [
+        ("", "", []),
+        ("", "so", []),
+        ("", " I", []),
+        ("", " think", []),
+        ("", "</thing> yes", []),
+        ("Hi <b>", "", []),
+        ("", "", []),
+        ("<tool> 1", "", []),
+        (" < 2", "", []),
+    ]
+    assert pieces_of(reading(None, reasoning=THINK), ["Hello", " there", " "])[:2] == [
+        ("Hello", "", []),
+        (" there", "", []),
+    ]
+
+
+def test_answers_in_json_are_not_held_by_a_model_that_calls_in_json() -> None:
+    assert pieces_of(reading(Llama), ['{"ci', 'ty": ', "1}"]) == [("", "", []), ('{"city":', "", []), (" 1}", "", [])]
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_reasoning(opened: bool) -> None:
+    text = ("" if opened else "<think>") + "\n a  b \n</think>\n\nSo: c\n"
+    out = read(reading(reasoning=THINK, opened=opened), [text])
+    assert (out.reasoning, out.text, out.finish) == ("a  b", "So: c\n", pb.FINISH_REASON_STOP)
+
+
+def test_reasoning_without_an_end_is_reasoning() -> None:
+    out = read(reading(reasoning=THINK), ["<think>and so on </thi"], pb.FINISH_REASON_LENGTH)
+    assert (out.reasoning, out.text) == ("and so on </thi", "")
+
+
+def test_marks_of_reasoning_count_at_the_beginning_only() -> None:
+    text = "Write <think>so</think>."
+    assert read(reading(reasoning=THINK), [text]).text == text
+    assert read(reading(None), [text]).text == text
+
+
+def test_calls_after_reasoning_and_none_inside_it() -> None:
+    inner = written(Hermes, "f", "{}")
+    out = read(reading(reasoning=THINK, opened=True), [f"maybe {inner}?</think>\n{inner}"])
+    assert (out.reasoning, out.said, out.text) == (f"maybe {inner}?", [("f", "{}")], "")
+
+
+NO_CALLS = [
+    "<tool_call>no json</tool_call>",
+    '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "f"',
+    '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": "no json"}</tool_call>',
+    '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+    '<tool_call>{"other": {}}</tool_call>',
+    '<tool_call>{"arguments": {"a": }, "name": "f"}</tool_call>',
+    "<tool_call>",
+    " <tool_call> ",
+    "text </tool_call>",
+]
+
+
+@pytest.mark.parametrize("text", NO_CALLS)
+def test_what_is_no_call_is_text(text: str) -> None:
+    out = read(reading(), [text])
+    assert (out.text, out.calls, out.finish) == (text, [], pb.FINISH_REASON_STOP)
+    # What follows may still be one.
+    out = read(reading(), [text.rstrip() + written(Hermes, "f", "{}")])
+    if text.startswith(("<tool_call>no", '<tool_call>{"name": "unknown', "text")):
+        assert out.said == [("f", "{}")]
+        assert out.text == text
+
+
+UNUSUAL = [
+    ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', '{"a": 1}'),
+    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', '{"a": 1}'),
+    ('<tool_call>{"name": "f"}</tool_call>', "{}"),
+    ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "{}"),
+    ('<tool_call>{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}</tool_call>', '{"a": 1}'),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "x"} </tool_call> ', '{"a": 1}'),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}', '{"a": 1}'),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool', '{"a": 1}'),
+    ('<tool_call>{"name": "f", "arguments": {"a": "\\\\\\"}<"}}', '{"a": "\\\\\\"}<"}'),
+]
+
+
+@pytest.mark.parametrize(("text", "arguments"), UNUSUAL)
+def test_what_models_write_instead(text: str, arguments: str) -> None:
+    out = read(reading(), [text])
+    assert (out.said, out.text, out.finish) == ([("f", arguments)], "", pb.FINISH_REASON_TOOL_CALLS)
+
+
+def test_arguments_end_where_they_are_no_json_any_more() -> None:
+    out = read(reading(), ['<tool_call>{"name": "f", "arguments": {"a": <</tool_call>Sorry'])
+    assert out.said == [("f", '{"a": ')]
+    assert out.text == "<</tool_call>Sorry"
+    # No whole call: the client must not take it for one.
+    assert out.finish == pb.FINISH_REASON_STOP
+
+
+@pytest.mark.parametrize("finish", [pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH])
+def test_a_call_that_is_cut_off_is_told_as_far_as_it_came(finish: pb.FinishReason.ValueType) -> None:
+    out = read(reading(), ['<tool_call>{"name": "f", "arguments": {"a": "x'], finish)
+    assert (out.said, out.finish) == ([("f", '{"a": "x')], finish)
+
+
+def test_without_parallel_calls_the_first_is_told() -> None:
+    for form in FORMATS:
+        out = read(reading(form, parallel=False), [two(form)])
+        assert out.said == [("get_weather", WEATHER)]
+        assert (out.text, out.finish) == ("", pb.FINISH_REASON_TOOL_CALLS)
+
+
+def test_ids_are_the_same_for_whoever_reads_the_same_output_and_differ_otherwise() -> None:
+    def ids(text: str, prompt: bytes = b"p", choice: int = 0) -> list[str]:
+        delta = reading(prompt=prompt)().read(pb.Delta(choice=choice, text=text, finish_reason=pb.FINISH_REASON_STOP))
+        return [part.id for part in delta.tool_calls]
+
+    text = two(Hermes)
+    assert ids(text) == ids(text)
+    other = [ids(text), ids(text, b"q"), ids(text, choice=1), ids("So: " + text), ids(text.replace("Zürich", "Bern"))]
+    # The first call of the last begins like the first one's.
+    assert len({call_id for found in other for call_id in found}) == 9
+
+
+def test_choices_are_read_apart_and_the_rest_of_a_delta_stays() -> None:
+    reader = reading()()
+    first = pb.Delta(choice=0, text="<tool_", token_ids=[1, 2], logprobs=[pb.TokenLogprob(token_id=1)])
+    kept = pb.Delta()
+    kept.CopyFrom(first)
+    out = reader.read(first)
+    # Others read the same delta.
+    assert first == kept
+    assert (list(out.token_ids), list(out.logprobs), out.text) == ([1, 2], list(first.logprobs), "")
+    assert reader.read(pb.Delta(choice=1, text="call>")).text == "call>"
+    last = reader.read(pb.Delta(choice=0, text="x", finish_reason=pb.FINISH_REASON_STOP, stop_reason="s"))
+    assert (last.text, last.stop_reason, last.finish_reason) == ("<tool_x", "s", pb.FINISH_REASON_STOP)

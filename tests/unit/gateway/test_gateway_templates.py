@@ -113,7 +113,11 @@ def test_what_templates_of_the_ecosystem_use() -> None:
     {% endfor %}"""
     assert run_template(source, bos_token="<s>").strip() == '<s>"user"'
     assert run_template("{{ {'a': 'é<'} | tojson }}") == '{"a": "é<"}'
-    assert run_template("{% generation %}x{% endgeneration %}" if False else "{{ strftime_now('%Y') }}").isdigit()
+    assert run_template("{{ strftime_now('%Y') }}").isdigit()
+    learned = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% if 1 %}!{% endif %}{% endgeneration %}{% endfor %}"
+    )
+    assert run_template(learned) == "hi!"
 
 
 def test_a_template_may_refuse_messages() -> None:
