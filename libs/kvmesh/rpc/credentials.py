@@ -98,13 +98,28 @@ class Credentials:
         return self._file is None and self._keys is None and self._tokens is None
 
     async def identify(
-        self, authorization: str | Sequence[str] | None, certificate: PeerCertificate | None = None
+        self,
+        authorization: str | Sequence[str] | None,
+        certificate: PeerCertificate | None = None,
+        *,
+        named: Sequence[str] = (),
     ) -> Principal:
         """Who a call comes from, by its `authorization` values ("Bearer <key or token>") and its TLS certificate.
 
         A call that brings an `authorization` is judged by it alone: a wrong key does not become right by a certificate.
+        named: the call's values of TENANT_KEY. That header is the mesh's own, and whoever sends it here must not
+        believe that it did anything: PermissionDenied where it is not the credential's tenant.
         Unauthenticated for whatever is not good; Unavailable or Overloaded when a source cannot tell now.
         """
+        principal = await self._identified(authorization, certificate)
+        if any(tenant != principal.tenant for tenant in named):
+            message = f"{TENANT_KEY}: the tenant comes from the credential alone"
+            raise PermissionDenied(message, details={"field": TENANT_KEY})
+        return principal
+
+    async def _identified(
+        self, authorization: str | Sequence[str] | None, certificate: PeerCertificate | None
+    ) -> Principal:
         if self.open:
             return self._local
         given = [authorization] if isinstance(authorization, str) else list(authorization or ())
@@ -118,19 +133,14 @@ class Credentials:
         return found
 
     async def authenticate_call(self, context: ServicerContext) -> Principal:
-        """The principal of a gRPC call. PermissionDenied when the call names another tenant than its credential's: that
-        header is the mesh's own, and whoever sends it here must not believe that it did anything."""
+        """The principal of a gRPC call; see `identify`."""
         given = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
-        principal = await self.identify(
+        return await self.identify(
             [value for key, value in given if key == "authorization"],
             # Nothing to learn from it where nobody needs one.
             None if self.open else PeerCertificate.of_call(context),
+            named=[value for key, value in given if key == TENANT_KEY],
         )
-        if any(key == TENANT_KEY and value != principal.tenant for key, value in given):
-            raise PermissionDenied(
-                f"{TENANT_KEY}: the tenant comes from the credential alone", details={"field": TENANT_KEY}
-            )
-        return principal
 
     async def _of_bearer(self, key: str) -> Principal | None:
         if not key:

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, NotFound
 from kvmesh.proto.v1 import inference_pb2 as pb
+from kvmesh.rpc.auth import TENANT_KEY
 from kvmesh.rpc.credentials import Principal
 from services.gateway import validate
 from services.gateway.front import Front, aborted
@@ -49,8 +50,11 @@ class Face:
     # --- what calls begin with
     async def principal(self, exchange: Exchange) -> Principal:
         """Who calls. Unauthenticated before a byte of the body is read."""
-        given = [value.decode("latin-1") for name, value in exchange.scope["headers"] if name == b"authorization"]
-        return await self.front.credentials.identify(given, certificate_of(exchange.scope))
+        given, named = (
+            [value.decode("latin-1") for name, value in exchange.scope["headers"] if name == wanted]
+            for wanted in (b"authorization", TENANT_KEY.encode())
+        )
+        return await self.front.credentials.identify(given, certificate_of(exchange.scope), named=named)
 
     async def body(self, exchange: Exchange, model: type[M]) -> M:
         """The call's body, read and checked."""

@@ -113,6 +113,10 @@ async def test_odd_headers_over_http(world: World, keyed: dict[str, Any]) -> Non
         assert body["error"]["type"] == "authentication_error" or body["error"]["code"], name
     for good in (b"authorization: " + BEARER, b"AUTHORIZATION:bearer " + KEY.encode() + b" "):
         assert (await http(address, good))[0] == 200
+    named = b"x-kvmesh-tenant: "
+    status, body = await http(address, b"authorization: " + BEARER, named + b"keyed", named + b"acme")
+    assert (status, body["error"]["param"]) == (403, "x-kvmesh-tenant")
+    assert (await http(address, b"authorization: " + BEARER, named + b"keyed"))[0] == 200
     assert not worker.submits.items
 
 
