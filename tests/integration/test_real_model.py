@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
 from kvmesh.cli.plan import MeshOptions
+from kvmesh.client import Client
+from kvmesh.proto.v1 import inference_pb2 as pb
 from mesh_kit import PATIENT, answer, mesh_up, until
 
 REAL = MeshOptions(gateway_port=0, threads=1, settings=PATIENT)
@@ -55,3 +58,84 @@ async def test_prefill_killed_while_the_real_model_prefills() -> None:
         mesh.kill("prefill-0")
         _, finished = await asyncio.wait_for(asked, 120)
         assert finished.usage.completion_tokens > 0
+
+
+FREQUENCY, PRESENCE = 0.3, 0.2
+CLOSE = 1e-3
+
+
+class Spoken:
+    """One greedy answer with penalties, and what else was likely at each position."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.scored: list[int] = []
+        self.top: list[dict[int, float]] = []
+        self.finished = pb.Finished()
+
+    async def ask(self, client: Client, model: str, begun: asyncio.Event | None = None) -> Spoken:
+        """With everything that a worker has to replay. `begun` is set in the middle."""
+        async with client.chat(
+            [{"role": "user", "content": "Tell me a story about a lighthouse."}],
+            model=model,
+            max_tokens=24,
+            min_tokens=24,
+            temperature=0.0,
+            frequency_penalty=FREQUENCY,
+            presence_penalty=PRESENCE,
+            logprobs=20,
+            seed=3,
+        ) as stream:
+            async for event in stream:
+                assert not event.HasField("error"), event.error
+                self.tokens += event.delta.token_ids
+                for entry in event.delta.logprobs:
+                    self.scored.append(entry.token_id)
+                    self.top.append({top.token_id: top.logprob for top in entry.top})
+                if begun is not None and len(self.tokens) >= 4:
+                    begun.set()
+                if event.HasField("finished"):
+                    self.finished = event.finished
+        return self
+
+    def margin(self, position: int) -> float:
+        """By how much its token was the best, by what had been said; below 0 when it was not."""
+        before = Counter(self.tokens[:position])
+        top = self.top[position]
+        score = {t: p - FREQUENCY * before[t] - PRESENCE * (before[t] > 0) for t, p in top.items()}
+        mine = score.pop(self.tokens[position])
+        return mine - max(score.values())
+
+
+async def test_decode_killed_while_the_real_model_speaks_in_fp32() -> None:
+    """The other worker replays what was said, penalties included, and goes on where it stopped."""
+    async with (
+        mesh_up(REAL, dtype="fp32", cache=False, prefill=0, decode=0, unified=2) as mesh,
+        mesh.client() as client,
+    ):
+        whole = await Spoken().ask(client, mesh.model)
+        victim = ""
+        # It may have said everything before it is known who says it.
+        for _ in range(5):
+            begun = asyncio.Event()
+            asked = asyncio.create_task(Spoken().ask(client, mesh.model, begun))
+            await asyncio.wait_for(begun.wait(), 120)
+            for name in ("unified-0", "unified-1"):
+                if (await mesh.load(name)).running:
+                    victim = name
+                    mesh.kill(name)
+                    break
+            healed = await asyncio.wait_for(asked, 120)
+            if victim:
+                break
+    assert healed.finished.served.heals == 1
+    assert healed.finished.served.decode_worker != victim
+    assert len(healed.tokens) == healed.finished.usage.completion_tokens == 24
+    assert healed.scored == healed.tokens
+    # Each token is the best one by all that was said before it, on either worker.
+    assert all(spoken.margin(position) > -CLOSE for spoken in (whole, healed) for position in range(24))
+    for position, (mine, theirs) in enumerate(zip(healed.tokens, whole.tokens, strict=True)):
+        if mine != theirs:
+            # The sums of another batch may round otherwise.
+            assert min(whole.margin(position), healed.margin(position)) < CLOSE
+            break
