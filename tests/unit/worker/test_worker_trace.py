@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvmesh.telemetry import names, tracing
@@ -46,6 +47,43 @@ async def test_one_trace_joins_decode_prefill_and_sidecars(exporter: InMemorySpa
         attributes = spans[names.SPAN_DECODE_REQUEST].attributes
         assert attributes[names.ATTR_TRANSPORT] == "fake"
         assert attributes[names.ATTR_PREFILL_WORKER] == "prefill-0"
+
+
+async def test_each_phase_is_one_span_on_the_worker_that_did_it(exporter: InMemorySpanExporter) -> None:
+    async with mesh() as m:
+        await m.ask(prompt(100))
+        await m.all_back()
+        wanted = {names.SPAN_ENGINE_QUEUE: 2, names.SPAN_ENGINE_COMPUTE: 1, names.SPAN_ENGINE_DECODE: 1}
+
+        def found(name: str) -> list[ReadableSpan]:
+            return [span for span in exporter.get_finished_spans() if span.name == name]
+
+        await until(lambda: all(len(found(name)) == count for name, count in wanted.items()))
+        await until(lambda: len(found(names.SPAN_ENGINE_PREFILL)) == 1)
+        (request,), (run,) = found(names.SPAN_DECODE_REQUEST), found(names.SPAN_ENGINE_PREFILL)
+        (decode,), (compute,) = found(names.SPAN_ENGINE_DECODE), found(names.SPAN_ENGINE_COMPUTE)
+        assert {span.parent.span_id for span in found(names.SPAN_ENGINE_QUEUE) if span.parent} == {
+            request.context.span_id,
+            run.context.span_id,
+        }
+        assert decode.parent is not None
+        assert decode.parent.span_id == request.context.span_id
+        assert compute.parent is not None
+        assert compute.parent.span_id == run.context.span_id
+        # Two readings of two clocks are not one.
+        slack = 50_000_000
+        for inner, outer in ((decode, request), (compute, run)):
+            assert outer.start_time - slack <= inner.start_time <= inner.end_time <= outer.end_time + slack
+        assert compute.end_time <= decode.start_time + slack
+        # A short prompt is computed where it is decoded.
+        exporter.clear()
+        await m.ask(prompt(5))
+        await until(lambda: len(found(names.SPAN_DECODE_REQUEST)) == 1)
+        (request,), (compute,) = found(names.SPAN_DECODE_REQUEST), found(names.SPAN_ENGINE_COMPUTE)
+        (decode,) = found(names.SPAN_ENGINE_DECODE)
+        assert compute.parent is not None
+        assert compute.parent.span_id == request.context.span_id
+        assert compute.end_time <= decode.start_time + slack
 
 
 async def test_without_an_exporter_the_callers_trace_still_travels() -> None:
