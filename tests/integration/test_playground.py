@@ -101,6 +101,11 @@ def use_the_page(driver: Any, url: str) -> dict[str, Any]:
     question = "What is the capital of France?" if PICTURE else "tell me everything " * 8
     ask(driver, question)
     strip = wait(driver, lambda d: last(d, ".strip"), "the strip under the answer")
+    if PICTURE:
+        # A second one, of a mesh whose links are made.
+        set_value(driver, "max_tokens", "160")
+        ask(driver, "What is it known for? Answer in two sentences.")
+        strip = wait(driver, lambda d: (found := last(d, ".strip")) and found != strip and found, "another strip")
     assert last(driver, ".text").text
     assert driver.execute_script("return window.pieces") >= 5, "the answer did not stream"
     assert last(driver, ".note").text

@@ -216,8 +216,9 @@ async def up(options: MeshOptions, *, question: str, once: bool, keep_logs: bool
             f"logs in {mesh.run_dir}/logs"
         )
         if mesh.http:
-            page = f"; playground {mesh.http}/" if mesh.playground else ""
-            console.print(f"kvmesh: OpenAI-compatible API at {mesh.http}/v1{page}")
+            page = f"playground at {mesh.http}/, " if mesh.playground else ""
+            # One line, however narrow the terminal: an address is there to be clicked and copied.
+            console.print(f"kvmesh: {page}OpenAI-compatible API at {mesh.http}/v1", soft_wrap=True)
         code = 0
         if question:
             answered = await _unless(
