@@ -42,12 +42,13 @@ class Ticket:
 
 @dataclass(slots=True)
 class Line:
-    """A tenant's tickets in the order of their coming. `finish`: virtual time at which its last release ends; `cost`:
-    of all tickets; `weight`: the tenant's, as last seen."""
+    """A tenant's tickets in the order of their coming. `finish`: virtual time at which its last release ends; `cost`
+    and `charge`: of all tickets; `weight`: the tenant's, as last seen."""
 
     finish: float = 0.0
     tickets: deque[Ticket] = field(default_factory=deque)
     cost: int = 0
+    charge: float = 0.0
     weight: float = 1.0
 
     def put(self, ticket: Ticket) -> None:
@@ -55,6 +56,7 @@ class Line:
         after = sum(other.number > ticket.number for other in self.tickets) if self._older(ticket) else 0
         self.tickets.insert(len(self.tickets) - after, ticket)
         self.cost += ticket.cost
+        self.charge += ticket.charge
         self.weight = ticket.weight
         ticket.lined_up = True
 
@@ -62,6 +64,7 @@ class Line:
         """Out of the line."""
         self.tickets.remove(ticket)
         self.cost -= ticket.cost
+        self.charge -= ticket.charge
         ticket.lined_up = False
 
     def first(self, link: WorkerLink) -> Ticket | None:
@@ -120,6 +123,9 @@ class Level:
             if line is mine:
                 continue
             theirs = self.start(line)
+            if theirs + line.charge <= start:
+                total += line.cost
+                continue
             for ticket in line.tickets:
                 if theirs > start:
                     break

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvmesh.errors import Internal, KvmeshError, WorkerLost
 from kvmesh.proto.v1 import engine_pb2
@@ -67,3 +70,43 @@ async def test_positions(first: int, ids: list[int], taken: list[int] | None) ->
         assert [entry.token_id for entry in item.logprobs] == taken
     inbox.delta(engine_pb2.SequenceDelta(choice=0, first_position=0, token_ids=[1]))
     assert inbox.error is not None
+
+
+@given(
+    st.lists(
+        st.one_of(st.tuples(st.integers(0, 9), st.integers(0, 2000)), st.just("take"), st.integers(1, 40)), max_size=60
+    )
+)
+def test_whatever_comes_what_is_held_is_bounded(happens: list[Any]) -> None:
+    """Deltas (tokens, bytes of log-probabilities), scores of a prompt, and a client that takes now and then."""
+
+    async def run() -> None:
+        failures: list[KvmeshError] = []
+        wake = asyncio.Event()
+        inbox = Inbox(positions={0: 0}, max_tokens=16, max_bytes=4096, on_failure=failures.append, wake=wake)
+        position = 0
+        for what in happens:
+            if what == "take":
+                inbox.take()
+                continue
+            if isinstance(what, int):
+                inbox.prompt(scores(what))
+            else:
+                tokens, size = what
+                delta = engine_pb2.SequenceDelta(first_position=position, token_ids=range(tokens))
+                if size:
+                    delta.logprobs.append(pb.TokenLogprob(token=b"x" * size))
+                inbox.delta(delta)
+                position += tokens
+            held = list(inbox._items)
+            # One item alone may be larger than the bound, never more than one.
+            if len(held) > 1:
+                deltas = [item for item in held if isinstance(item, engine_pb2.SequenceDelta)]
+                assert sum(len(item.token_ids) for item in deltas) <= 16
+                assert sum(item.ByteSize() for item in held if getattr(item, "logprobs", ())) <= 4096
+            assert len(failures) == (inbox.error is not None)
+            if inbox.error is not None:
+                assert not held
+                assert isinstance(inbox.error, SlowReader)
+
+    asyncio.run(run())

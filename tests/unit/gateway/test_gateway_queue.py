@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
+import time
 from collections import Counter
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flight_world import Valkey
+from gateway_fakes import MODEL
+from gateway_world import World, end_of, rest, text_of
 from kvmesh.errors import Overloaded
 from kvmesh.proto.v1 import engine_pb2
+from kvmesh.proto.v1 import inference_pb2 as pb
+from kvmesh.rpc.status import from_rpc_error
 from kvmesh.store.client import RedisStore
 from kvmesh.store.fair import FairStore
+from kvmesh.telemetry import metrics, names
 from services.gateway.link import Seats
 from services.gateway.queue import FairQueue, Ticket
 from services.gateway.queue.pace import FORGET_S, LEAST_RELEASES, Pace
 from services.gateway.queue.shared import SharedCharges
+
+# Of what is played through at length.
+EXAMPLES = 500 if os.environ.get("KVMESH_SOAK") else 20
 
 
 def worker(seats: int = 1, model: str = "m") -> Any:
@@ -212,6 +222,7 @@ def test_the_pace_counts_only_time_in_which_somebody_waited() -> None:
     assert pace.wait_s(100, now + FORGET_S + 1) is None
 
 
+@settings(max_examples=EXAMPLES)
 @given(
     rate=st.sampled_from([5.0, 50.0, 1000.0]),
     costs=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40)), min_size=30, max_size=60),
@@ -295,6 +306,55 @@ async def test_retries_are_spread() -> None:
     estimate = queue.estimate("a", "m")
     assert estimate is not None
     assert all(0.75 * estimate <= each <= 1.25 * estimate for each in told)
+
+
+async def test_a_late_turn_is_refused_through_the_door(world: World) -> None:
+    """With RetryInfo, at once, while those who wait wait on; and nobody's generation is begun for it."""
+    worker = await world.worker(max_batch=1)
+    worker.fill()
+    await world.router()
+    await world.start()
+    queue, clock = world.gateway.queue, Clock()
+    queue._clock = clock
+    calls = [world.chat(str(index), sampling={"max_tokens": 100}) for index in range(8)]
+    await world.until(lambda: len(queue) == 8)
+    # As if a token a second had been released for a while.
+    for _ in range(10):
+        clock.now += 1.0
+        queue._paces[MODEL].released(1, clock.now)
+    refused = metrics.value(names.GATEWAY_REFUSED, cause="late")
+    began = time.monotonic()
+    error = from_rpc_error(await end_of(world.chat(limits=pb.Limits(ttft_ms=30_000))))
+    assert isinstance(error, Overloaded)
+    assert error.retry_after is not None
+    assert 40 < error.retry_after <= 72
+    assert time.monotonic() - began < 30
+    assert len(queue) == 8
+    assert metrics.value(names.GATEWAY_REFUSED, cause="late") == refused + 1
+    clock.now = 0.0
+    worker.empty()
+    for call in calls:
+        assert text_of(await rest(call)) == "hello"
+    await world.until(world.idle)
+
+
+async def test_a_full_line_sheds_through_the_door(world: World) -> None:
+    worker = await world.worker(max_batch=1)
+    worker.fill()
+    await world.start(static=True, max_waiting_requests=2)
+    first = world.chat("first")
+    await world.until(lambda: len(world.gateway.queue) == 1)
+    second = world.chat("second")
+    await world.until(lambda: len(world.gateway.queue) == 2)
+    # Somebody of a higher priority; the doors of a single tenant know none.
+    high = world.gateway.queue.enter("vip", MODEL, cost=1, tokens=1, eligible=lambda link: False, priority=9)
+    error = from_rpc_error(await end_of(second))
+    assert isinstance(error, Overloaded)
+    assert error.retry_after is not None
+    world.gateway.queue.leave(high)
+    worker.empty()
+    assert text_of(await rest(first)) == "hello"
+    await world.until(world.idle)
 
 
 # --- several gateways
@@ -381,6 +441,7 @@ async def test_a_store_that_comes_and_goes_charges_nobody_twice() -> None:
     assert max(got.values()) - min(got.values()) <= 0.25 * max(got.values()), got
 
 
+@settings(max_examples=EXAMPLES)
 @given(st.lists(st.text("vwxyz", min_size=1, max_size=4).map(set), min_size=2, max_size=4))
 def test_who_has_more_in_all_is_given_nothing_here(asked: list[set[str]]) -> None:
     """Where two tenants wait, the one that has more over all gateways got it elsewhere."""
