@@ -55,7 +55,7 @@ async def test_one_trace_joins_client_and_all_five_services(receiver: tuple[Rece
     async with mesh_up(cache=False, otlp_endpoint=endpoint) as mesh:
         _, finished = await answer(mesh, "trace me " * 20)
         assert finished.served.transfer_bytes > 0
-        await asyncio.to_thread(shutdown)
+        await asyncio.to_thread(shutdown, 30.0)
 
         def complete() -> list[tuple[str, str, bytes, bytes]]:
             """The spans of the trace that the client started, once all services have sent theirs.

@@ -80,7 +80,7 @@ def setup(
     _provider = provider
 
 
-def shutdown(timeout_s: float = 3.0) -> bool:
+def shutdown(timeout_s: float = 1.0) -> bool:
     """Flush and stop exporting; gives up after `timeout_s` (the collector may be gone). True when all was sent."""
     global _provider
     provider, _provider = _provider, None
