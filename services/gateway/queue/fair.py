@@ -33,8 +33,8 @@ RETRY_AFTER_S = 1.0
 """Where nothing has been measured yet."""
 
 RETRY_BOUNDS_S = (0.5, 60.0)
-# A wait that is estimated to be this much longer than the limit is refused: the estimate is none to the second.
-MARGIN = 1.1
+# Of the limit, for the wait: after its turn a prompt is computed.
+WAIT_SHARE = 0.9
 
 
 class FairQueue:
@@ -112,7 +112,7 @@ class FairQueue:
         estimate: float | None = None
         if not ahead:
             estimate = self.estimate(tenant, model, priority=priority, weight=weight)
-            if self._early_refusal and estimate is not None and estimate > within_s * MARGIN:
+            if self._early_refusal and estimate is not None and estimate > within_s * WAIT_SHARE:
                 metrics.counter(names.GATEWAY_REFUSED).labels("late").inc()
                 raise Overloaded(
                     "all workers are full, and its turn would not come within the limit (time to first token)",

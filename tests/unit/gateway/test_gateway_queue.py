@@ -1,14 +1,15 @@
-"""The line by priority, by its bound, by the wait that it promises, and over several gateways."""
+"""The line by priority, by its bound, and by the wait that it promises."""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import math
 import os
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,20 +17,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flight_world import Valkey
 from gateway_fakes import MODEL
 from gateway_world import World, end_of, rest, text_of
 from kvmesh.errors import Overloaded
 from kvmesh.proto.v1 import engine_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.status import from_rpc_error
-from kvmesh.store.client import RedisStore
-from kvmesh.store.fair import FairStore
 from kvmesh.telemetry import metrics, names
 from services.gateway.link import Seats
 from services.gateway.queue import FairQueue, Ticket
 from services.gateway.queue.pace import FORGET_S, LEAST_RELEASES, Pace
-from services.gateway.queue.shared import SharedCharges
 
 # Of what is played through at length.
 EXAMPLES = 500 if os.environ.get("KVMESH_SOAK") else 20
@@ -357,156 +354,6 @@ async def test_a_full_line_sheds_through_the_door(world: World) -> None:
     await world.until(world.idle)
 
 
-# --- several gateways
-class Sums:
-    """A store of one process: what all gateways released, by period."""
-
-    def __init__(self) -> None:
-        self.period = 0
-        self.away = False
-        self.sums: Counter[tuple[int, str, str]] = Counter()
-        self.calls = 0
-
-    async def exchange(self, charges: Mapping[str, Mapping[str, int]]) -> tuple[int, dict[str, dict[str, int]]] | None:
-        self.calls += 1
-        if self.away:
-            return None
-        for model, tenants in charges.items():
-            for tenant, cost in tenants.items():
-                self.sums[self.period, model, tenant] += cost
-        return self.period, {
-            model: {t: cost for (p, m, t), cost in self.sums.items() if (p, m) == (self.period, model)}
-            for model in charges
-        }
-
-
-async def gateways(stores: list[Any], rounds: int, *, ask: list[str], on_round: Any = None) -> list[Counter[str]]:
-    """Each releases one request a round, and tells the others every other round; what each tenant got at each. `ask`:
-    for each gateway its tenants, who always have requests waiting. Costs are alike."""
-    queues = [FairQueue(10_000, shared=True) for _ in stores]
-    shared = [SharedCharges(queue, store) for queue, store in zip(queues, stores, strict=True)]
-    waiting: list[dict[str, Ticket]] = [{} for _ in queues]
-    got: list[Counter[str]] = [Counter() for _ in queues]
-    for number in range(rounds):
-        for queue, tenants, tickets, mine in zip(queues, ask, waiting, got, strict=True):
-            for tenant in tenants:
-                if tenant not in tickets:
-                    tickets[tenant] = enter(queue, tenant)
-            served = serve(queue, list(tickets.values()))
-            assert served is not None
-            del tickets[served.tenant]
-            mine[served.tenant] += served.cost
-        if on_round is not None:
-            on_round(number)
-        if number % 2:
-            for each in shared:
-                await each.step()
-    for queue, tickets in zip(queues, waiting, strict=True):
-        for ticket in tickets.values():
-            queue.leave(ticket)
-    return got
-
-
-@pytest.mark.parametrize("ask", [["xy", "xz"], ["xy", "x"], ["xyz", "xyz"], ["xy", "z"]])
-async def test_two_gateways_give_no_tenant_a_double_share(ask: list[str]) -> None:
-    store = Sums()
-
-    def turn(number: int) -> None:
-        store.period = number // 70
-
-    got = sum(await gateways([store, store], 300, ask=ask, on_round=turn), Counter[str]())
-    if ask == ["xy", "z"]:
-        # Apart: nobody has a share to give away.
-        assert got["z"] == 3000
-        assert abs(got["x"] - got["y"]) <= 20
-    else:
-        assert max(got.values()) - min(got.values()) <= 0.05 * max(got.values()), got
-
-
-async def test_without_the_store_each_gateway_is_fair_by_itself() -> None:
-    store = Sums()
-    store.away = True
-    got = await gateways([store, store], 100, ask=["xy", "xz"])
-    assert got == [{"x": 500, "y": 500}, {"x": 500, "z": 500}]
-
-
-async def test_a_store_that_comes_and_goes_charges_nobody_twice() -> None:
-    store = Sums()
-
-    def flicker(number: int) -> None:
-        store.away = number % 20 in (5, 6, 7)
-
-    got = sum(await gateways([store, store], 400, ask=["xy", "xz"], on_round=flicker), Counter[str]())
-    # What was released while the store was away is not known of.
-    assert max(got.values()) - min(got.values()) <= 0.25 * max(got.values()), got
-
-
-@settings(max_examples=EXAMPLES)
-@given(st.lists(st.text("vwxyz", min_size=1, max_size=4).map(set), min_size=2, max_size=4))
-def test_who_has_more_in_all_is_given_nothing_here(asked: list[set[str]]) -> None:
-    """Where two tenants wait, the one that has more over all gateways got it elsewhere."""
-    ask = ["".join(sorted(tenants)) for tenants in asked]
-    got = asyncio.run(gateways([Sums()] * len(ask), 150, ask=ask))
-    total = sum(got, Counter[str]())
-    lumps = 150
-    for tenants, mine in zip(ask, got, strict=True):
-        for more in tenants:
-            if any(total[more] > total[less] + lumps for less in tenants):
-                assert mine[more] <= lumps, (ask, got)
-
-
-async def test_nothing_is_asked_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.queue.shared.INTERVAL_S", (0.001, 0.002))
-    store = Sums()
-    queue = FairQueue(10, shared=True)
-    task = asyncio.create_task(SharedCharges(queue, store).run())
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert store.calls == 0
-    tickets = [enter(queue), enter(queue)]
-    async with asyncio.timeout(60):
-        while store.calls < 3:
-            await asyncio.sleep(0.001)
-        serve(queue, tickets)
-        serve(queue, tickets)
-        # What was released last is told as well, and then it is quiet.
-        while queue.owes or sum(store.sums.values()) < 20:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)
-        quiet = store.calls
-        await asyncio.sleep(0.02)
-    assert store.calls == quiet
-    task.cancel()
-
-
-async def test_over_a_real_store() -> None:
-    valkey = Valkey()
-    stores = [RedisStore(valkey.url, timeout_s=5.0) for _ in range(2)]
-    watches = [asyncio.create_task(store.watch()) for store in stores]
-    try:
-        async with asyncio.timeout(60):
-            for store in stores:
-                await store.checked.wait()
-        clock = Clock()
-        each = await gateways(
-            [FairStore(store, clock) for store in stores],
-            200,
-            ask=["xy", "xz"],
-            on_round=lambda number: setattr(clock, "now", 100.0 + number),
-        )
-        got = sum(each, Counter[str]())
-        assert max(got.values()) - min(got.values()) <= 60, got
-        valkey.kill()
-        assert await FairStore(stores[0]).exchange({"m": {"x": 1}}) is None
-    finally:
-        for watch in watches:
-            watch.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
-        for store in stores:
-            await store.close()
-        valkey.close()
-
-
 def test_infinite_waits_are_told_in_bounds() -> None:
     async def run() -> None:
         clock = Clock()
@@ -516,3 +363,75 @@ def test_infinite_waits_are_told_in_bounds() -> None:
         assert math.isfinite(queue.retry_after("a", "m"))
 
     asyncio.run(run())
+
+
+class Crowd:
+    """Clients who come at random to eight seats of two seconds each, and leave after ten without a turn."""
+
+    LIMIT_S, SEATS, SERVICE_S, TOTAL_S = 10.0, 8, 2.0, 100.0
+
+    def __init__(self, overload: float, *, early_refusal: bool) -> None:
+        self.rng = random.Random(5)
+        self.clock = Clock()
+        self.queue = FairQueue(1024, clock=self.clock, early_refusal=early_refusal, rng=self.rng)
+        self.link = worker(self.SEATS)
+        self.counts: Counter[str] = Counter()
+        self._events: list[tuple[float, int, Any]] = []
+        self._numbers = itertools.count()
+        self._waiting: set[Ticket] = set()
+        at = self.clock.now
+        while at < self.clock.now + self.TOTAL_S:
+            at += self.rng.expovariate(overload * self.SEATS / self.SERVICE_S)
+            self._later(at, self._arrive)
+
+    def _later(self, at: float, what: Any) -> None:
+        heapq.heappush(self._events, (at, next(self._numbers), what))
+
+    def run(self) -> Counter[str]:
+        """In time, late and refused."""
+        while self._events:
+            self.clock.now, _, what = heapq.heappop(self._events)
+            what()
+        return self.counts
+
+    def _arrive(self) -> None:
+        if self.link.seats.free > 0 and not self.queue.waiting("m"):
+            self._start()
+            return
+        cost = self.rng.choice([50, 200, 1000])
+        try:
+            ticket = enter(self.queue, self.rng.choice("abc"), cost, within_s=self.LIMIT_S)
+        except Overloaded:
+            self.counts["refused"] += 1
+            return
+        self._waiting.add(ticket)
+        self._later(self.clock.now + self.LIMIT_S, lambda: self._give_up(ticket))
+
+    def _give_up(self, ticket: Ticket) -> None:
+        if ticket in self._waiting:
+            self._waiting.remove(ticket)
+            self.queue.leave(ticket)
+            self.counts["late"] += 1
+
+    def _start(self) -> None:
+        self.counts["in time"] += 1
+        self.link.seats.taken += 1
+        self._later(self.clock.now + self.SERVICE_S * self.rng.uniform(0.5, 1.5), self._done)
+
+    def _done(self) -> None:
+        self.link.seats.taken -= 1
+        self.queue.offer(self.link)
+        for ticket in [ticket for ticket in self._waiting if ticket.turn.done()]:
+            self._waiting.remove(ticket)
+            self.queue.leave(ticket)
+            self._start()
+
+
+async def test_early_refusal_spares_a_wait_for_nothing_and_costs_no_work() -> None:
+    # With room for all, nobody is refused.
+    assert set(Crowd(0.8, early_refusal=True).run()) == {"in time"}
+    for overload in (1.3, 4.0):
+        without = Crowd(overload, early_refusal=False).run()
+        refusing = Crowd(overload, early_refusal=True).run()
+        assert refusing["in time"] >= 0.95 * without["in time"], (without, refusing)
+        assert refusing["late"] <= 0.5 * without["late"], (without, refusing)
