@@ -35,7 +35,7 @@ from services.gateway.peers.peering import Peering
 from services.gateway.placement import Placer
 from services.gateway.playground.pages import Playground
 from services.gateway.prepare import Preparer, Rules
-from services.gateway.processes.child import Child
+from services.gateway.processes.child import Child, Line
 from services.gateway.queue import FairQueue
 from services.gateway.queue.shared import SharedCharges
 from services.gateway.registry import INSTANCE, Registry
@@ -63,6 +63,13 @@ class Gateway:
         settings = context.settings
         self._context = context
         self._settings = settings
+        # One of several is ready when all have been: a client may reach any of them.
+        self._line: Line | None = None
+        self._said_ready = False
+        self._among_all = child is None
+        if child is not None:
+            self._line = Line(child.control, self._all_are_ready, context.server.request_stop)
+            context.on_up = lambda: self._say("up")
         self.gateway_id = f"gw-{uuid.uuid4().hex}"
         silence_s = settings.heartbeat_s * settings.heartbeats_missed
         self.queue = FairQueue(
@@ -158,7 +165,9 @@ class Gateway:
         if not settings.http_listen:
             return None
         face = Face(self.front, settings.http_max_body_bytes)
-        self.playground = Playground(settings.playground_spans) if settings.playground else None
+        if settings.playground:
+            # Of several processes, each would get a part of the spans, and another the question for them.
+            self.playground = Playground(settings.playground_spans if settings.processes == 1 else "")
         pages = self.playground.routes(face) if self.playground is not None else ()
         app = App(face, lambda: self._context.server.ready, cors_origins=settings.cors_origins, extra_routes=pages)
         return HttpServer(settings, app, face)
@@ -175,11 +184,22 @@ class Gateway:
             self.queue.offer(link)
 
     def _on_change(self) -> None:
-        self._context.server.set_ready(self.fleet.ready)
+        if self.fleet.ready != self._said_ready:
+            self._said_ready = self.fleet.ready
+            self._say("ready" if self._said_ready else "unready")
+        self._context.server.set_ready(self.fleet.ready and self._among_all)
         self.heals.changed()
         if len(self.queue):
             for link in self.fleet.links():
                 self.queue.offer(link)
+
+    def _say(self, word: str) -> None:
+        if self._line is not None:
+            self._line.say(word)
+
+    def _all_are_ready(self) -> None:
+        self._among_all = True
+        self._context.server.set_ready(self.fleet.ready)
 
     async def started(self) -> None:
         """Load the tokenizer, then follow the fleet; readiness follows the workers."""
@@ -233,6 +253,8 @@ class Gateway:
         self.fleet.close()
         await self.routers.close()
         await self.peering.close()
+        if self._line is not None:
+            self._line.close()
         self.grammars.close()
         await self.limits.close()
         if self.redis is not None:

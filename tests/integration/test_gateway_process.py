@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -65,14 +66,18 @@ class Process:
 
 
 async def wait_health(address: str, serving: bool) -> None:
-    """Follow the readiness of the public service until it is as wanted."""
+    """Follow the readiness of the public service until it is as wanted; who does not listen any more is not ready."""
     wanted = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
     async with open_channel(address) as channel, asyncio.timeout(START_S):
         call = health_pb2_grpc.HealthStub(channel).Watch(
             health_pb2.HealthCheckRequest(service="kvmesh.v1.Inference"), timeout=START_S
         )
-        while (await call.read()).status != wanted:
-            pass
+        try:
+            while (await call.read()).status != wanted:
+                pass
+        except grpc.aio.AioRpcError as exc:
+            if serving or exc.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
         call.cancel()
 
 

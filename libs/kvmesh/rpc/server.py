@@ -14,6 +14,7 @@ import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -38,10 +39,22 @@ CLOSE_TIMEOUT_S = 5.0
 _OPEN = Policy(Access.OPEN)
 
 
-def _options(settings: ServiceSettings) -> list[tuple[str, int]]:
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How a server differs from the others of the mesh. `shared_port`: other processes listen on the same port.
+
+    `leaves_first`: a drain begins with the end of listening and a GOAWAY on every connection, so that clients take
+    their next calls elsewhere; without it calls of `while_draining` are still served.
+    """
+
+    shared_port: bool = False
+    leaves_first: bool = False
+
+
+def _options(settings: ServiceSettings, options: ServerOptions) -> list[tuple[str, int]]:
     return [
         # Two processes on one port would share its connections silently; a taken port must be an error.
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(options.shared_port)),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", settings.max_message_bytes),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
@@ -69,16 +82,20 @@ def _age(settings: ServiceSettings) -> list[tuple[str, int]]:
 class RpcServer:
     """A grpc.aio server with health, reflection, TLS, guards around every handler, and a graceful end."""
 
-    def __init__(self, settings: ServiceSettings, *, auth: MeshAuth | None = None) -> None:
+    def __init__(
+        self, settings: ServiceSettings, *, auth: MeshAuth | None = None, options: ServerOptions | None = None
+    ) -> None:
         """Needs a running event loop. `auth` is made from the settings when not given."""
         self.settings = settings
+        self._options = options or ServerOptions()
+        self._leaving: asyncio.Task[None] | None = None
         self.auth = auth if auth is not None else MeshAuth.from_settings(settings)
         self.health = health.HealthServicer()
         self.address = ""
         self.client_address = ""
         """Of the second door, `tls.client_listen`; "" = there is none."""
         self._state = ServerState(self.auth, settings.default_deadline_s)
-        self._server = grpc.aio.server(options=_options(settings))
+        self._server = grpc.aio.server(options=_options(settings, self._options))
         self._policy = _OPEN
         self._services: list[str] = []
         self._ready = False
@@ -253,6 +270,8 @@ class RpcServer:
         self.set_ready(False)
         self._state.draining = True
         log.info("draining: %d call(s) in flight, up to %.0f s", self.in_flight, self.settings.drain_timeout_s)
+        if self._options.leaves_first and self._started:
+            self._leaving = asyncio.create_task(self._leave(deadline), name="leave")
         work = asyncio.create_task(self._finish(on_drain), name="drain")
         force = asyncio.create_task(self._force.wait(), name="force")
         try:
@@ -262,6 +281,10 @@ class RpcServer:
         finally:
             await cancel_and_wait(work, force)
         await self.close()
+
+    async def _leave(self, deadline: Deadline) -> None:
+        """Listen no more and say GOAWAY; calls in flight go on. `close` ends it."""
+        await self._server.stop(deadline.remaining() + CLOSE_TIMEOUT_S)
 
     async def _finish(self, on_drain: OnDrain | None) -> None:
         if on_drain is not None:
@@ -284,6 +307,8 @@ class RpcServer:
         self.health.close()
         # A moment for the last answers and the end of the health watches to leave the process.
         await self._server.stop(0.1)
+        if self._leaving is not None:
+            await cancel_and_wait(self._leaving)
         if self._started and await self._server.wait_for_termination(CLOSE_TIMEOUT_S):
             log.warning("the server did not end within %g s", CLOSE_TIMEOUT_S)
 

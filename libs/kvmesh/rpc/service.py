@@ -17,7 +17,7 @@ from kvmesh.config import ServiceSettings, load_settings
 from kvmesh.errors import KvmeshError
 from kvmesh.rpc.auth import MeshAuth
 from kvmesh.rpc.limits import Deadline
-from kvmesh.rpc.server import RpcServer
+from kvmesh.rpc.server import RpcServer, ServerOptions
 from kvmesh.rpc.tasks import BackgroundTasks, cancel_and_wait
 from kvmesh.telemetry import genai, metrics, names, setup_logs, tracing
 
@@ -49,6 +49,8 @@ class ServiceContext(Generic[S]):
     metrics_address: str = ""
     ready_info: dict[str, Any] = field(default_factory=dict)
     ready_written: bool = False
+    on_up: Callable[[], None] | None = None
+    """Called once everything has started and the ready file, if any, is written."""
 
 
 Build = Callable[[ServiceContext[S]], Awaitable[Service]]
@@ -72,24 +74,25 @@ async def _start(context: ServiceContext[S], build: Build[S], started: list[Serv
     # that costs a tenth of a second, in which no step is launched.
     gc.collect()
     gc.freeze()
-    if settings.ready_file is None:
-        return
-    info = {
-        "service": settings.service,
-        "instance": settings.instance_name,
-        "pid": os.getpid(),
-        "address": address,
-        "metrics": context.metrics_address,
-        "version": __version__,
-    }
-    if context.server.client_address:
-        info["client_address"] = context.server.client_address
-    write_ready_file(settings.ready_file, info | context.ready_info)
-    context.ready_written = True
-    log.info("up; addresses are in %s", settings.ready_file)
+    if settings.ready_file is not None:
+        info = {
+            "service": settings.service,
+            "instance": settings.instance_name,
+            "pid": os.getpid(),
+            "address": address,
+            "metrics": context.metrics_address,
+            "version": __version__,
+        }
+        if context.server.client_address:
+            info["client_address"] = context.server.client_address
+        write_ready_file(settings.ready_file, info | context.ready_info)
+        context.ready_written = True
+        log.info("up; addresses are in %s", settings.ready_file)
+    if context.on_up is not None:
+        context.on_up()
 
 
-async def serve(settings: S, build: Build[S]) -> int:
+async def serve(settings: S, build: Build[S], options: ServerOptions | None = None) -> int:
     """Run a service until it is told to stop; returns its exit status (0 after an ordinary stop, else 1).
 
     The ready file holds {"service", "instance", "pid", "address", "metrics", "version", …ready_info}, and
@@ -102,7 +105,7 @@ async def serve(settings: S, build: Build[S]) -> int:
         exporter = metrics.start_http(settings.metrics_listen)
         metrics.gauge(names.BUILD_INFO).labels(settings.service, settings.instance_name, __version__).set(1)
         auth = MeshAuth.from_settings(settings)
-        server = RpcServer(settings, auth=auth)
+        server = RpcServer(settings, auth=auth, options=options)
         async with BackgroundTasks() as tasks:
             context = ServiceContext(settings, server, auth, tasks, exporter.address if exporter else "")
             # From here on: a signal during a long start (a model loads) must end the process in good order too.
@@ -144,12 +147,27 @@ def run_service(
     argv: Sequence[str] | None = None,
     *,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    settings: S | None = None,
+    options: ServerOptions | None = None,
 ) -> int:
     """Entry point of `python -m services.<name>`: `sys.exit(run_service(GatewaySettings, build))`.
 
-    loop_factory: another event loop than asyncio's own.
+    loop_factory: another event loop than asyncio's own. settings: already loaded. options: of the server.
     """
-    settings = load_settings(settings_class, argv)
+    settings = settings if settings is not None else load_settings(settings_class, argv)
+    set_up(settings)
+    try:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(serve(settings, build, options))
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        tracing.shutdown()
+        genai.shutdown()
+
+
+def set_up(settings: ServiceSettings) -> None:
+    """Logs, traces and pushed metrics of this process."""
     setup_logs(settings.service, instance=settings.instance_name, level=settings.log_level, fmt=settings.log_format)
     tracing.setup(
         settings.service,
@@ -159,11 +177,3 @@ def run_service(
     )
     if settings.otlp_metrics:
         genai.setup(settings.service, settings.otlp_endpoint, instance=settings.instance_name)
-    try:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            return runner.run(serve(settings, build))
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        tracing.shutdown()
-        genai.shutdown()

@@ -38,7 +38,14 @@ def _make(metric: names.Metric) -> Counter | Gauge | Histogram:
             if metric.kind == "counter":
                 made = Counter(metric.name, metric.help, metric.labels, registry=REGISTRY)
             elif metric.kind == "gauge":
-                made = Gauge(metric.name, metric.help, metric.labels, registry=REGISTRY)
+                # How it adds up matters only where `kvmesh.telemetry.multiprocess` is at work.
+                made = Gauge(
+                    metric.name,
+                    metric.help,
+                    metric.labels,
+                    registry=REGISTRY,
+                    multiprocess_mode=f"live{metric.across}",  # type: ignore[arg-type]
+                )
             else:
                 made = Histogram(metric.name, metric.help, metric.labels, registry=REGISTRY, buckets=metric.buckets)
             _made[metric.name] = made
@@ -92,13 +99,13 @@ class MetricsServer:
         self._thread.join(timeout=5.0)
 
 
-def start_http(listen: str) -> MetricsServer | None:
+def start_http(listen: str, registry: CollectorRegistry = REGISTRY) -> MetricsServer | None:
     """Serve /metrics on "host:port" (port 0 = any free port); "" = off, returns None. OSError when it cannot bind."""
     if not listen:
         return None
     host, _, port = listen.rpartition(":")
     try:
-        server, thread = start_http_server(int(port), addr=host.strip("[]"), registry=REGISTRY)
+        server, thread = start_http_server(int(port), addr=host.strip("[]"), registry=registry)
     except OSError as exc:
         raise OSError(exc.errno, f"metrics cannot listen on {listen}: {exc.strerror}") from None
     return MetricsServer(f"{host}:{server.server_port}", server, thread)

@@ -23,13 +23,17 @@ TOKEN_USAGE_BUCKETS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 655
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One Prometheus metric: full name, kind, help text, label names, buckets (histograms, in the metric's unit)."""
+    """One Prometheus metric: full name, kind, help text, label names, buckets (histograms, in the metric's unit).
+
+    across: what a gauge of several processes of one service is together.
+    """
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    across: Literal["sum", "min", "max"] = "sum"
 
     def __post_init__(self) -> None:
         assert self.name.startswith(PREFIX), self.name
@@ -41,8 +45,8 @@ def _counter(name: str, text: str, *labels: str) -> Metric:
     return Metric(PREFIX + name, "counter", text, labels)
 
 
-def _gauge(name: str, text: str, *labels: str) -> Metric:
-    return Metric(PREFIX + name, "gauge", text, labels)
+def _gauge(name: str, text: str, *labels: str, across: Literal["sum", "min", "max"] = "sum") -> Metric:
+    return Metric(PREFIX + name, "gauge", text, labels, across=across)
 
 
 def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Metric:
@@ -50,8 +54,10 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -
 
 
 # --- every service -------------------------------------------------------------------------------------------------
-BUILD_INFO = _gauge("build_info", "Always 1; the labels tell what runs.", "service", "instance", "version")
-READY = _gauge("ready", "1 while the service's readiness is SERVING.", "service")
+BUILD_INFO = _gauge(
+    "build_info", "Always 1; the labels tell what runs.", "service", "instance", "version", across="max"
+)
+READY = _gauge("ready", "1 while the service's readiness is SERVING.", "service", across="min")
 RPC_HANDLED = _counter("rpc_handled_total", "Calls served, by method and status code.", "method", "code")
 RPC_DURATION = _histogram("rpc_duration_seconds", "Time in the handler of a call.", RPC_BUCKETS, "method", "code")
 RPC_IN_FLIGHT = _gauge("rpc_in_flight", "Calls being served now.", "method")
@@ -94,7 +100,10 @@ GATEWAY_QUEUE_TIME = _histogram(
     "gateway_queue_time_seconds", "Time in the gateway's line until a worker had room.", DURATION_BUCKETS, "model_name"
 )
 GATEWAY_QUEUE_DELAY = _gauge(
-    "gateway_queue_delay_seconds", "Estimated wait of whoever lined up last, at the measured pace.", "model_name"
+    "gateway_queue_delay_seconds",
+    "Estimated wait of whoever lined up last, at the measured pace.",
+    "model_name",
+    across="max",
 )
 GATEWAY_REFUSED = _counter(
     "gateway_refused_total", "Requests that the line refused: late (early refusal), full, shed.", "cause"
@@ -103,7 +112,7 @@ GATEWAY_HEALS = _counter("gateway_heals_total", "Requests placed again after a l
 GATEWAY_DEGRADED = _counter("gateway_degraded_total", "Requests placed without a router.")
 GATEWAY_SLOW_READERS = _counter("gateway_slow_readers_total", "Requests aborted since their reader was too slow.")
 GATEWAY_FLIGHTS = _counter("gateway_flights_total", "Shared generations, by what this gateway did in them.", "role")
-GATEWAY_WORKERS = _gauge("gateway_workers", "Workers whose frames are open, by state.", "state")
+GATEWAY_WORKERS = _gauge("gateway_workers", "Workers whose frames are open, by state.", "state", across="max")
 LIMITS_REFUSED = _counter("limits_refused_total", "Requests that a tenant's limit kept out, by limit.", "limit")
 LIMITS_LOCAL = _counter("limits_local_total", "Requests let in by this process alone, since Redis was away.")
 LIMITS_STOPPED = _counter("limits_stopped_total", "Running requests that ended because their budget was spent.")

@@ -6,11 +6,13 @@ Without an endpoint no SDK is loaded and spans record nothing, but an incoming t
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -35,6 +37,7 @@ EXPORT_TIMEOUT_S = 3
 _propagator = TraceContextTextMapPropagator()
 _noop = NoOpTracer()
 _provider: TracerProvider | None = None
+_endpoint = ""
 
 
 def setup(
@@ -51,8 +54,9 @@ def setup(
     `ratio`: share of the traces that start here; a trace that starts elsewhere keeps its sampling decision.
     `exporter`: used instead of OTLP, synchronously (tests).
     """
-    global _provider
+    global _provider, _endpoint
     shutdown(timeout_s=1.0)
+    _endpoint = otlp_endpoint if exporter is None else ""
     if not otlp_endpoint and exporter is None:
         return
     from opentelemetry.sdk.resources import Resource
@@ -86,6 +90,9 @@ def shutdown(timeout_s: float = 1.0) -> bool:
     provider, _provider = _provider, None
     if provider is None:
         return True
+    if _refused(_endpoint):
+        # Of a mesh on one machine the collector may be one of those that end together: it is not worth any time.
+        return False
     flushed = threading.Event()
 
     def run() -> None:
@@ -100,6 +107,20 @@ def shutdown(timeout_s: float = 1.0) -> bool:
     thread.start()
     thread.join(timeout_s)
     return flushed.is_set()
+
+
+def _refused(endpoint: str) -> bool:
+    """Whether nobody listens at a collector's address; where that cannot be told at once, somebody does."""
+    try:
+        parts = urlsplit(endpoint)
+        if not parts.hostname or not parts.port:
+            return False
+        socket.create_connection((parts.hostname, parts.port), timeout=0.1).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
 
 
 def tracer() -> Tracer:
