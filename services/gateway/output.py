@@ -126,11 +126,8 @@ class Output:
         )
 
     def _push(self, choice: _Choice, token_id: int, count: int) -> tuple[str, str | None]:
-        text = choice.detokenizer.push(token_id)
-        if count <= self._sampling.min_tokens:
-            # Like stop tokens, stop strings do not end an output that is still shorter than min_tokens.
-            return text, None
-        return choice.stops.push(text)
+        # Like stop tokens, stop strings do not end an output that is still shorter than min_tokens.
+        return choice.stops.push(choice.detokenizer.push(token_id), armed=count > self._sampling.min_tokens)
 
     def _finish(self, choice: _Choice, given: engine_pb2.SequenceDelta, pieces: list[str]) -> bool:
         """The worker ended the choice; True when the last characters complete a stop string after all."""

@@ -112,6 +112,9 @@ class Preparer:
         if sampling.HasField("grammar"):
             await self._grammars.check(sampling.grammar, tokenizer)
         cache = cache_mode(request.cache, principal.policy, user=request.user)
+        if shaped is not None and shaped.functions and cache == pb.CACHE_MODE_SEMANTIC:
+            # Of a similar question the words may do; the arguments of its calls are another question's.
+            cache = pb.CACHE_MODE_EXACT
         if sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs"):
             # Remembered answers hold no log-probabilities.
             cache = pb.CACHE_MODE_OFF

@@ -26,6 +26,8 @@ class StopMatcher:
         self._longest = max(map(len, self._stops), default=0)
         self._first = frozenset(stop[0] for stop in self._stops)
         self._held = ""
+        # Characters of what is held in which no stop string may end any more.
+        self._past = 0
         self.stopped: str | None = None
 
     @property
@@ -33,19 +35,20 @@ class StopMatcher:
         """Text seen and not yet shown."""
         return self._held
 
-    def push(self, text: str) -> Stopped:
-        """Add text; nothing may follow once a stop string was met."""
+    def push(self, text: str, *, armed: bool = True) -> Stopped:
+        """Add text; nothing may follow once a stop string was met. No stop string ends in text that is not `armed`, but
+        one may begin there."""
         assert self.stopped is None
         if not self._stops:
             return Stopped(text, None)
         seen = self._held + text
-        match = self._match(seen)
+        match = self._match(seen) if armed else None
         if match is not None:
             start, stop = match
             self._held, self.stopped = "", stop
             return Stopped(seen[:start], stop)
         cut = self._hold_from(seen)
-        self._held = seen[cut:]
+        self._held, self._past = seen[cut:], max(0, (self._past if armed else len(seen)) - cut)
         return Stopped(seen[:cut], None)
 
     def flush(self) -> str:
@@ -56,7 +59,7 @@ class StopMatcher:
     def _match(self, seen: str) -> tuple[int, str] | None:
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
-            start = seen.find(stop)
+            start = seen.find(stop, max(0, self._past - len(stop) + 1))
             if start >= 0:
                 # The first occurrence of each stop is also the one of it that ends first.
                 key = (start + len(stop), start, stop)

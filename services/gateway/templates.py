@@ -47,7 +47,7 @@ def _tojson(
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}…{% endgeneration %}`: some templates mark with it what a model learns from. Rendered as is."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

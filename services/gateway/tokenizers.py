@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from tokenizers import decoders
 from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, Unavailable
 from kvmesh.loading.tokenizer import TokenizerBundle, load_tokenizer
 from kvmesh.proto.v1 import engine_pb2
-from services.gateway.detokenizer import Detokenizer, detokenizer
+from services.gateway.detokenizer import Detokenizer, Lead, detokenizer
 from services.gateway.speech.profile import profile
 from services.gateway.templates import ChatTemplate
 
@@ -38,6 +39,7 @@ class ModelTokenizer:
         # Marks of calls and reasoning are part of an answer's text, also where their tokens are special: they are read.
         self._silent = self._special - frozenset(self.profile.tokens.values())
         self.byte_level = isinstance(bundle.tokenizer.decoder, decoders.ByteLevel)
+        self._lead = _lead(bundle.tokenizer.decoder)
         size = max([bundle.vocab_size - 1, *added]) + 1
         self._bytes = [self._bytes_of(index) for index in range(size)]
         self._template = self._compile(added)
@@ -84,7 +86,7 @@ class ModelTokenizer:
 
     def detokenizer(self) -> Detokenizer:
         """A fresh incremental decoder."""
-        return detokenizer(self, byte_level=self.byte_level)
+        return detokenizer(self, self._lead)
 
     # --- prompts
     async def encode_raw(self, text: str) -> list[int]:
@@ -181,6 +183,25 @@ class TokenizerStore:
         except Exception as exc:
             log.exception("loading the tokenizer %r failed", spec)
             raise Unavailable(f"loading the tokenizer failed ({type(exc).__name__})") from exc
+
+
+def _lead(decoder: Any) -> Lead | None:
+    """What the decoder drops at a text's beginning, where it joins fixed strings of bytes; None where it does more."""
+    # Its state is the decoder as tokenizer.json has it: the only way to see what a sequence is made of.
+    match json.loads(decoder.__getstate__()) if decoder is not None else {}:
+        case {"type": "ByteLevel"}:
+            return Lead.NOTHING
+        case {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never"}:
+            return Lead.NOTHING
+        case {"type": "Metaspace", "replacement": "▁"}:
+            return Lead.SPACES
+        case {"type": "Sequence", "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}, *rest]}:
+            if replace != {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}:
+                return None
+            if rest == [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]:
+                return Lead.SPACE
+            return None if rest else Lead.NOTHING
+    return None
 
 
 def _byte_table() -> dict[str, int]:

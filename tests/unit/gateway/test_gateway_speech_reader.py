@@ -155,7 +155,7 @@ def outputs(draw: st.DrawFn, form: type[ToolFormat]) -> str:
 
 
 @given(st.data(), st.sampled_from(sorted(FORMS)), st.booleans(), st.booleans())
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_reading_does_not_depend_on_how_the_text_is_cut(
     data: st.DataObject, name: str, think: bool, opened: bool
 ) -> None:
