@@ -90,9 +90,6 @@ def shutdown(timeout_s: float = 1.0) -> bool:
     provider, _provider = _provider, None
     if provider is None:
         return True
-    if _refused(_endpoint):
-        # Of a mesh on one machine the collector may be one of those that end together: it is not worth any time.
-        return False
     flushed = threading.Event()
 
     def run() -> None:
@@ -105,7 +102,8 @@ def shutdown(timeout_s: float = 1.0) -> bool:
 
     thread = threading.Thread(target=run, name="kvmesh-trace-flush", daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    # Of a mesh on one machine the collector may be one of those that end together: it is not worth any time then.
+    thread.join(0.0 if _refused(_endpoint) else timeout_s)
     return flushed.is_set()
 
 

@@ -114,6 +114,17 @@ def test_an_exception_marks_the_span_without_its_text(spans) -> None:
     assert "secret" not in span.to_json()
 
 
+def test_a_collector_that_refuses_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    tracing.setup("test", f"http://127.0.0.1:{port}")
+    with tracing.span("x"):
+        pass
+    started = time.monotonic()
+    assert tracing.shutdown(timeout_s=120.0) is False
+    assert time.monotonic() - started < 60
+
+
 def test_shutdown_is_bounded_when_the_collector_is_gone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         tracing.setup("test", f"http://127.0.0.1:{silent.getsockname()[1]}")
