@@ -27,7 +27,7 @@ from kvmesh.engine.runner import (
     StepResult,
     TokenLogprobs,
 )
-from kvmesh.engine.sampling.processors import permitted_ids
+from kvmesh.engine.sampling.processors import permitted
 from kvmesh.engine.scripted_kv import ScriptedKv, mix
 from kvmesh.errors import FailedPrecondition
 from kvmesh.grammar.match import Match
@@ -200,16 +200,20 @@ def _draw(digest: int, sample: SampleInput) -> int:
 def _grammar_token(digest: int, sample: SampleInput) -> int:
     """The end where it may be; else, one time in four, what closes something; else what comes first from a drawn byte
     on. So nothing goes on for long that need not."""
-    allowed = permitted_ids(sample, VOCAB)
-    ids = set(allowed.tolist())
-    if EOS in ids:
+    allowed = np.unpackbits(permitted(sample).view(np.uint8), bitorder="little").tobytes()
+    if allowed[EOS]:
         return EOS
     bits = _draw(digest, sample)
-    closing = [token for token in _CLOSING if token in ids] if bits >> 32 & 3 == 0 else []
-    if closing:
-        return closing[0]
+    if bits >> 32 & 3 == 0:
+        for token in _CLOSING:
+            if allowed[token]:
+                return token
     at = bits % _PRINTABLE
-    return next((t for t in (_FIRST + (at + k) % _PRINTABLE for k in range(_PRINTABLE)) if t in ids), int(allowed[0]))
+    for offset in range(_PRINTABLE):
+        token = _FIRST + (at + offset) % _PRINTABLE
+        if allowed[token]:
+            return token
+    return allowed.index(1)
 
 
 def scripted_output(

@@ -78,7 +78,12 @@ class Match:
         if self.error is not None:
             return
         whole = token in self.ends and self._matcher.is_accepting()
-        if not self._stopped and self._matcher.try_consume_tokens([token]) == 1:
+        try:
+            taken = not self._stopped and self._matcher.try_consume_tokens([token]) == 1
+        except BaseException as error:  # a panic of the library's is no Exception
+            self.error = Internal(f"the grammar failed at token {token}: {str(error)[:200]}")
+            return
+        if taken:
             self._count += 1
             self._look()
         elif whole:
@@ -96,7 +101,12 @@ class Match:
             return
         words, matcher = self._words, self._matcher
         began = time.thread_time()
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        try:
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        except BaseException as error:  # a panic of the library's is no Exception
+            self.error = Internal(f"the grammar's mask failed: {str(error)[:200]}")
+            self._only(self.eos)
+            return
         self._cpu_s += time.thread_time() - began
         if self._cpu_s > _CPU_BASE_S + _CPU_TOKEN_S * self._count:
             self.error = refuse("takes too long to follow; make it simpler")
@@ -141,6 +151,8 @@ class Match:
 
 def without(words: Words, tokens: frozenset[int]) -> Words:
     """The mask without some tokens, where anything is left then; else the mask itself."""
+    if not tokens:
+        return words
     kept = words.copy()
     for token in tokens:
         if token >> 5 < len(kept):

@@ -69,7 +69,7 @@ class Vocabulary:
             else:
                 text = make.grammar_from_lark(source.text)
             match = Match(make(self._tokenizer, text, log_level=0, limits=self._limits), self.size, self.eos)
-        except Exception as error:
+        except BaseException as error:  # a panic of the library's is no Exception
             raise refuse(sentence(str(error))) from None
         if match.error is None:
             # Much is only built when it is first needed: better here than in an engine's step.
