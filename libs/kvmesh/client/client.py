@@ -11,7 +11,7 @@ from kvmesh.client.requests import Cache, CacheControl, Message, Schema, Tool, T
 from kvmesh.client.retry import Retry, call
 from kvmesh.client.stream import Stream
 from kvmesh.config import TlsSettings
-from kvmesh.errors import Cancelled, InvalidArgument
+from kvmesh.errors import Cancelled, FailedPrecondition, InvalidArgument
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import inference_pb2_grpc
 from kvmesh.rpc.channel import MeshChannel, open_channel
@@ -173,10 +173,15 @@ class Client:
         )
 
     async def embed(
-        self, texts: str | Sequence[str], *, model: str = DEFAULT_MODEL, user: str = "", timeout_s: float = 60.0
+        self, texts: str | Sequence[str], *, model: str = "", user: str = "", timeout_s: float = 60.0
     ) -> list[list[float]]:
-        """Vectors of texts, one each, of unit length. `model`: an embedder that `models` lists."""
+        """Vectors of texts, one each, of unit length. `model`: an embedder that `models` lists; "" = the first of them.
+        FailedPrecondition where there is none."""
         given = [texts] if isinstance(texts, str) else list(texts)
+        if not model:
+            model = next((each.name for each in await self.models() if each.embeds), "")
+            if not model:
+                raise FailedPrecondition("no embedder serves here", details={"field": "model"})
         request = pb.EmbedRequest(model=model, input=given, user=user)
         response: pb.EmbedResponse = await self._call(self._stub.Embed, request, timeout_s)
         return [list(each.values) for each in response.embeddings]

@@ -99,7 +99,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
 
     async def ListModels(self, request, context):  # type: ignore[no-untyped-def]
         await self._unary(request, context)
-        return pb.ListModelsResponse(models=[pb.Model(name="m")])
+        return pb.ListModelsResponse(models=[pb.Model(name="m"), pb.Model(name="vectors", embeds=True)])
 
     async def GetModel(self, request, context):  # type: ignore[no-untyped-def]
         await self._unary(request, context)

@@ -157,11 +157,12 @@ async def test_an_address_that_is_none(address: Any) -> None:
 async def test_embeddings_tokens_and_models(gateway: Gateway) -> None:
     async with Client(gateway.address) as client:
         assert await client.embed("one") == [[1.0, 0.0]]
+        assert gateway.requests[-1].model == "vectors"
         assert await client.embed(["a", "b"], model="minilm", user="u") == [[1.0, 0.0]] * 2
         assert list(gateway.requests[-1].input) == ["a", "b"]
         assert list((await client.tokenize("ab")).token_ids) == [1, 2]
         await client.tokenize([("user", "x")], tools=[WEATHER])
         assert gateway.requests[-1].chat.tools[0].name == "weather"
         assert (await client.model("x")).name == "x"
-        assert [each.name for each in await client.models()] == ["m"]
+        assert [each.name for each in await client.models()] == ["m", "vectors"]
         assert await client.abort("r")
