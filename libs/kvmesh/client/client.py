@@ -52,6 +52,8 @@ class Client:
         if key and not (key.isascii() and key.isprintable()):
             raise InvalidArgument("the API key has characters that no key has (a line break, perhaps)")
         self._metadata = (("authorization", f"Bearer {key}"),) if key else ()
+        if not address:
+            raise InvalidArgument("address: none is given", details={"field": "address"})
         try:
             self._channel: MeshChannel = open_channel(
                 address, tls=tls, server_name=server_name, default_timeout_s=UNARY_TIMEOUT_S, keepalive_s=keepalive_s
