@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ from services.gateway.tokenizers import ModelTokenizer, TokenizerStore
 
 _CACHE_STRENGTH = (pb.CACHE_MODE_OFF, pb.CACHE_MODE_EXACT, pb.CACHE_MODE_SEMANTIC)
 _POLICY_MODES = {"off": pb.CACHE_MODE_OFF, "exact": pb.CACHE_MODE_EXACT, "semantic": pb.CACHE_MODE_SEMANTIC}
+
+# About a millisecond of parsing.
+INLINE_TOOL_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class Preparer:
         if isinstance(request, pb.GenerateRequest) and request.WhichOneof("prompt") == "tokens":
             # Before they are copied: a message has room for millions.
             validate.check_prompt_length(len(request.tokens.ids), bounds)
-        shaped = shape(request, tokenizer) if isinstance(request, pb.ChatRequest) else None
+        shaped = await self._shape(request, tokenizer)
         with tracing.span(names.SPAN_GATEWAY_TOKENIZE):
             token_ids = await self._tokenize(request, shaped, tokenizer)
         validate.check_token_ids(token_ids, bounds, field="prompt" if shaped is None else "messages")
@@ -169,7 +173,7 @@ class Preparer:
             raise validate.bad("prompt", "is required")
         info = self._worker(request.model)
         tokenizer = await self._tokenizers.get(info)
-        shaped = shape(inner, tokenizer) if isinstance(inner, pb.ChatRequest) else None
+        shaped = await self._shape(inner, tokenizer)
         token_ids = await self._tokenize(inner, shaped, tokenizer)
         return pb.TokenizeResponse(
             model=info.model,
@@ -186,6 +190,14 @@ class Preparer:
         if max(token_ids, default=0) >= tokenizer.vocab_size:
             raise validate.bad("prompt", f"a token id is outside the vocabulary of {tokenizer.vocab_size}")
         return [tokenizer.raw_bytes(token_id) for token_id in token_ids]
+
+    async def _shape(self, request: pb.GenerateRequest | pb.ChatRequest, tokenizer: ModelTokenizer) -> Shape | None:
+        if not isinstance(request, pb.ChatRequest):
+            return None
+        if sum(tool.ByteSize() for tool in request.tools) <= INLINE_TOOL_BYTES:
+            return shape(request, tokenizer)
+        # Hundreds of kilobytes of schemas must not hold up everybody's tokens.
+        return await asyncio.to_thread(shape, request, tokenizer)
 
     async def _tokenize(
         self, request: pb.GenerateRequest | pb.ChatRequest, shaped: Shape | None, tokenizer: ModelTokenizer

@@ -91,8 +91,11 @@ def _with_calls(message: pb.ChatMessage, index: int) -> str:
     return "\n".join(parts)
 
 
-def describe_tools(messages: list[dict[str, Any]], functions: Sequence[Function], forced: bool) -> list[dict[str, Any]]:
-    """The messages with the tools described in the system message; `forced`: one of them is to be called."""
+def describe_tools(
+    messages: list[dict[str, Any]], functions: Sequence[Function], profile: Profile, *, forced: bool
+) -> list[dict[str, Any]]:
+    """The messages with the tools described in the system message, or in the first one of a template that has no place
+    for that; `forced`: one of them is to be called."""
     listed = "\n".join(json.dumps(function.describe(), ensure_ascii=False) for function in functions)
     must = "Call a function now." if forced else "When no function helps, answer the user directly."
     text = (
@@ -103,7 +106,9 @@ def describe_tools(messages: list[dict[str, Any]], functions: Sequence[Function]
         '<tool_call>\n{"name": "function_name", "arguments": {"argument": "value"}}\n</tool_call>\n'
         f"{must}"
     )
-    if messages and messages[0]["role"] == "system":
+    if profile.refuses_system:
+        return [messages[0] | {"content": f"{text}\n\n{messages[0]['content']}"}, *messages[1:]]
+    if messages[0]["role"] == "system":
         first = messages[0] | {"content": f"{messages[0]['content']}\n\n{text}".lstrip()}
         return [first, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]

@@ -141,8 +141,10 @@ FORMATS: tuple[type[ToolFormat], ...] = (Hermes, Llama, Mistral, MistralArgs, De
 
 def detect(source: str, added: frozenset[str]) -> type[ToolFormat]:
     """The format that a chat template speaks of; else, where it leaves the form to the model, what the vocabulary has
-    a mark for; else Hermes', in which such a model is told to write."""
-    for where in (source, " ".join(added)) if "tools" in source else (source,):
+    a mark for. Hermes' for a model whose template knows no tools: it is told to write so."""
+    if "tools" not in source:
+        return Hermes
+    for where in (source, " ".join(added)):
         if "<｜tool▁call▁begin｜>" in where:
             return DeepSeek
         if "[TOOL_CALLS]" in where:

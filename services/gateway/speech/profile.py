@@ -36,6 +36,13 @@ class Profile:
         """True when the template describes tools itself."""
         return "tools" in self.source
 
+    @property
+    def refuses_system(self) -> bool:
+        """True when the template has no place for a system message and says so."""
+        return "System role not supported" in self.source or (
+            "raise_exception" in self.source and not self.names("system")
+        )
+
     def names(self, text: str) -> bool:
         """True when the template writes the text as a string, as it does with the roles that it knows."""
         return f"'{text}'" in self.source or f'"{text}"' in self.source

@@ -127,7 +127,7 @@ def shape(request: pb.ChatRequest, tokenizer: ModelTokenizer) -> Shape:
     if callable_ and profile.knows_tools:
         tools = [function.describe() for function in callable_]
     elif callable_:
-        messages = conversation.describe_tools(messages, callable_, forced)
+        messages = conversation.describe_tools(messages, callable_, profile, forced=forced)
     return Shape(
         messages,
         tools,

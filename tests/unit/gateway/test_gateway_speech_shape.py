@@ -118,6 +118,31 @@ def test_tools_are_described_in_the_system_message() -> None:
     )
 
 
+def test_tools_are_described_to_the_user_where_the_template_has_no_system() -> None:
+    gemma = build(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% endfor %}"
+    )
+    text = rendered(asked(), gemma)
+    assert text.startswith("[user]You can call functions.")
+    assert "\n\nhi[assistant]<tool_call>" in text
+    with pytest.raises(InvalidArgument, match="System role not supported"):
+        encode(asked([pb.ChatMessage(role="system", content="x")], tools=[]), gemma)
+
+
+def test_formats_are_told_by_templates_and_vocabularies() -> None:
+    for name in TEMPLATES:
+        assert model(name).profile.tools.name == name
+    assert model("think").profile.reasoning is not None
+    assert model("hermes").profile.reasoning is None
+    # One that knows no tools is told how to write them, whatever its marks are.
+    assert build("{{ messages }}<｜tool▁call▁begin｜>").profile.tools.name == "hermes"
+    assert smollm().profile.tools.name == "hermes"
+    # A template that leaves the form to the model.
+    assert build("{{ tools }}").profile.tools.name == "deepseek"
+    assert build("{{ tools }}", marks=False).profile.tools.name == "hermes"
+
+
 def test_answers_to_several_calls_stand_in_one_message() -> None:
     messages = conversation()
     messages[1].tool_calls.add(id="2", name="weather", arguments="")
