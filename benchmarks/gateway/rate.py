@@ -52,10 +52,10 @@ async def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--streams", type=int, default=192)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--processes", type=int, default=4, help="processes of clients")
-    parser.add_argument("--workers", type=int, default=2, help="scripted workers")
+    parser.add_argument("--workers", type=int, default=8, help="scripted workers")
     parser.add_argument("--step-ms", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
     return asyncio.run(run(parser.parse_args(argv)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 from pathlib import Path
 
 from gateway.client import Work
@@ -22,7 +23,7 @@ async def run(args: argparse.Namespace) -> int:
     saturation = args.saturation
     settings = {"router__redis_timeout_ms": 1000}
     if not saturation:
-        async with mesh(step_ms=1.0, batch=256, unified=2, cache=True, **settings) as (_, state, http):
+        async with mesh(step_ms=1.0, batch=64, unified=args.workers, cache=True, **settings) as (_, state, http):
             address = http if args.face == "http" else state.gateway
             works = [
                 Work(args.face, address, state.model, 4, 1500, streams=32, seed=number)
@@ -35,7 +36,11 @@ async def run(args: argparse.Namespace) -> int:
     arrivals = saturation * 0.5
     tokens = max(2, round(args.live * args.rate / arrivals))
     print(f"open loop: {arrivals:.0f} requests/s of {tokens} tokens", flush=True)
-    async with mesh(step_ms=step_ms, batch=4 * args.live, cache=True, **settings) as (supervisor, state, http):
+    async with mesh(step_ms=step_ms, batch=64, unified=args.workers, cache=True, **settings) as (
+        supervisor,
+        state,
+        http,
+    ):
         address = http if args.face == "http" else state.gateway
         ready = supervisor.processes["unified-0"].read_ready()
         token = await asyncio.to_thread(Path(state.token_file).read_text)
@@ -45,11 +50,13 @@ async def run(args: argparse.Namespace) -> int:
             for number in range(args.processes)
         ]
         floor: list[float] = []
+        rng = random.Random(5)
         async with direct(ready.address, token.splitlines()[0]) as worker:
             load = asyncio.create_task(clients(works))
             while not load.done():
                 floor.append(await worker.ttft(2, 16))
-                await asyncio.sleep(0.01)
+                # At any moment of a step, as requests come.
+                await asyncio.sleep(rng.uniform(0.0, step_ms / 1e3))
             results = await load
     # The first second starts the connections.
     found = sorted(seen(results), key=lambda x: x["due"])
@@ -69,5 +76,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rate", type=float, default=20.0, help="tokens a second of one stream")
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--saturation", type=float, default=0.0, help="requests/s, where it is known; 0 = measure it")
     return asyncio.run(run(parser.parse_args(argv)))

@@ -319,6 +319,10 @@ class WorkerSettings(ServiceSettings):
         default=0.0, ge=0, le=1000, description="Scripted runner: milliseconds a prompt token."
     )
     scripted_layers: int = Field(default=4, ge=1, le=256, description="Scripted runner: layers of the pretended model.")
+    scripted_verify: Literal["all", "last", "off"] = Field(
+        default="all",
+        description="Scripted runner: what of a history is checked in KV; off = nothing is written either.",
+    )
     scripted_faults: Path | None = Field(default=None, description="Scripted runner: file of programmed faults.")
     nvlink: Literal["auto", "off", "cuda", "host"] = Field(
         default="auto",

@@ -65,6 +65,7 @@ def scripted_runner(settings: WorkerSettings) -> ScriptedRunner:
         step_s=settings.scripted_step_ms / 1e3,
         prefill_token_s=settings.scripted_token_ms / 1e3,
         layers=settings.scripted_layers,
+        verify=settings.scripted_verify,
         dtype="fp32" if settings.dtype == "fp32" else "bf16",
         max_model_len=program.get("max_model_len") or settings.max_model_len or ScriptedModel().max_model_len,
         eos_after=program.get("eos_after"),
