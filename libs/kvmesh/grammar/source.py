@@ -58,6 +58,8 @@ class GrammarSource:
         schemas = []
         if kind == "json_schema":
             schemas.append(_schema(text))
+            # The same, in the form that takes our options.
+            text = "{}" if schemas[0] is True else text
         elif kind == "lark":
             rules, schemas = _inner_schemas(text)
             size = len(rules.encode())

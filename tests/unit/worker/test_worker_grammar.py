@@ -126,12 +126,21 @@ async def test_a_healed_request_goes_on_in_its_grammar() -> None:
             assert answer.gaps == 0
 
 
-async def test_a_preempted_request_goes_on_in_its_grammar() -> None:
+async def test_a_preempted_request_goes_on_in_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(num_pages=16, prefix_cache=False, max_batch=8, token_budget=64) as worker:
         async with Gateway(worker) as gateway:
             grammar = Grammar(regex="(ab|cd|ef){40}")
             prompts = [prompt(20, i) for i in range(6)]
-            answers = await asyncio.gather(*[gateway.ask(p, sampling=sampling(grammar, 100)) for p in prompts])
+            # The core begins when it has them all.
+            here, go = threading.Semaphore(0), threading.Event()
+            worker.core._post(lambda: go.wait(WAIT_S))
+            submit = worker.core.submit
+            monkeypatch.setattr(worker.core, "submit", lambda request: (submit(request), here.release())[0])
+            asked = [await gateway.submit(gateway.request(p, sampling=sampling(grammar, 100))) for p in prompts]
+            for _ in prompts:
+                assert await asyncio.to_thread(here.acquire, timeout=WAIT_S)
+            go.set()
+            answers = [await answer.wait() for answer in asked]
             assert worker.core.counters.preemptions > 0
             for tokens, answer in zip(prompts, answers, strict=True):
                 assert answer.tokens == {0: await alone(worker, tokens, grammar, max_tokens=100)}
