@@ -27,12 +27,13 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.limits import RequestLimits
 from kvmesh.rpc.status import is_retryable, row
 from kvmesh.telemetry import metrics, names, tracing
+from services.gateway.decision import Decision, NoWorker, Placed
 from services.gateway.demux import Key
 from services.gateway.heals import MAX_DOUBLINGS, Heals
 from services.gateway.inbox import Inbox, SlowReader
 from services.gateway.job import Job, Progress, Share
 from services.gateway.output import Output
-from services.gateway.placement import Decision, NoWorker, Placed, Placer
+from services.gateway.placement import Placer
 from services.gateway.routers import Routers
 
 log = logging.getLogger(__name__)

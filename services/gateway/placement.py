@@ -9,9 +9,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
 
 from kvmesh.errors import (
     Cancelled,
@@ -27,16 +26,15 @@ from kvmesh.errors import (
     Unauthenticated,
     Unavailable,
 )
-from kvmesh.grammar.vocabulary import version
-from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
+from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.status import is_retryable
 from kvmesh.telemetry import metrics, names, tracing
-from services.gateway.demux import Key
+from services.gateway.choice import Choice
+from services.gateway.decision import Candidate, Decision, NoWorker, Placed
 from services.gateway.fleet import Fleet
 from services.gateway.inbox import Inbox
 from services.gateway.job import Job, Progress, Share
-from services.gateway.link import WorkerLink
 from services.gateway.queue import FairQueue, Ticket
 from services.gateway.routers import NoRouter, Routers
 
@@ -44,60 +42,12 @@ log = logging.getLogger(__name__)
 
 # A worker that the router names and we are not connected to yet: it has just attached.
 NEW_LINK_WAIT_S = 1.0
-LOCAL_ALTERNATES = 3
 MAX_ROUTES = 4
 # Refusals that say something about the worker, not about the request: another one may take it.
 _ELSEWHERE = (
     *(FailedPrecondition, DeadlineExceeded, NotFound, Internal, DataLoss),
     *(Cancelled, Unauthenticated, PermissionDenied),
 )
-PREFILL_TARGETS = 3
-# Library and version of this gateway's own check.
-GRAMMARS = version()
-
-
-class NoWorker(Unavailable):
-    """Nobody can serve it now; that may change with the next worker that comes."""
-
-
-@dataclass(slots=True)
-class Placed:
-    """An accepted attempt."""
-
-    link: WorkerLink
-    key: Key
-    inbox: Inbox
-    model: str
-    revision: str
-    cached_tokens: int
-    share: Share
-
-
-@dataclass(slots=True)
-class Candidate:
-    """A worker to submit to, with its prefill workers, best first."""
-
-    link: WorkerLink
-    prefill: Sequence[engine_pb2.PrefillTarget] = ()
-
-
-@dataclass(slots=True)
-class Decision:
-    """A cached answer, a flight to follow, or candidates in order; with these maybe a flight to lead.
-
-    `cache`: what the cache did, as in RouteResponse. `shadow_id`: of a semantic answer that is to be checked.
-    `heeds`: the candidates are our own choice, and a worker whose breaker has opened since is left out.
-    """
-
-    model: str
-    revision: str = ""
-    answer: router_pb2.CachedAnswer | None = None
-    follow: router_pb2.Flight | None = None
-    lead: router_pb2.Flight | None = None
-    candidates: list[Candidate] = field(default_factory=list)
-    cache: str = "bypass"
-    shadow_id: str = ""
-    heeds: bool = False
 
 
 MakeInbox = Callable[[], Inbox]
@@ -122,7 +72,7 @@ class Placer:
         self._queue = queue
         self._submit_timeout_s = submit_timeout_s
         self._max_attempts = max_attempts
-        self._rng = rng or random.Random()
+        self._choice = Choice(fleet, rng or random.Random())
 
     async def decide(self, job: Job, progress: Progress, *, flights: bool = False) -> Decision:
         """What is to become of a request: an answer, a flight (only with `flights`) or candidates for `place`.
@@ -179,7 +129,7 @@ class Placer:
                         model,
                         cost=share.cost(job),
                         tokens=len(job.token_ids) + len(share.output),
-                        eligible=lambda link: self._eligible(link, job, progress, share),
+                        eligible=lambda link: self._choice.eligible(link, job, progress, share),
                         ahead=share.again,
                         priority=job.priority,
                         weight=job.weight,
@@ -227,7 +177,7 @@ class Placer:
         with tracing.span(names.SPAN_GATEWAY_PLACE) as span:
             decision = await self._route(job, progress, share, cache, flights, first)
             if decision is None:
-                decision = self._choose(job, progress, share)
+                decision = self._choice.choose(job, progress, share)
                 if not progress.degraded:
                     progress.degraded = True
                     metrics.counter(names.GATEWAY_DEGRADED).inc()
@@ -244,7 +194,7 @@ class Placer:
             request = job.route_request(
                 self._fleet.gateway_id,
                 cache=cache,
-                exclude=sorted(self._excluded(progress)),
+                exclude=sorted(self._choice.excluded(progress)),
                 no_flight=not flights,
                 pinned_revision=share.revision,
                 model=job.model if first else job.served,
@@ -256,7 +206,7 @@ class Placer:
                 return None
             except (NotFound, Unavailable) as error:
                 # A router that has just started may know less than the frames that are open here.
-                if self._usable(job, progress, share):
+                if self._choice.usable(job, progress, share):
                     log.info("the router names no worker for %s (%s), but one is connected", job.model, error.message)
                     return None
                 if share.heal:
@@ -298,7 +248,7 @@ class Placer:
         waited = False
         candidates = []
         for link, pair in links:
-            if link is None or not self._eligible(link, job, progress, share):
+            if link is None or not self._choice.eligible(link, job, progress, share):
                 continue
             if not link.open and not waited:
                 waited = True
@@ -316,88 +266,9 @@ class Placer:
             cache=response.cache or ("bypass" if job.cache == pb.CACHE_MODE_OFF else "miss"),
         )
 
-    def _excluded(self, progress: Progress) -> list[str]:
-        """Workers not to be asked again. One that was started anew since it failed may be."""
-        now = {member.info.worker_id: member.info.incarnation for member in self._fleet.members()}
-        return [
-            worker_id
-            for worker_id, incarnation in progress.excluded.items()
-            if now.get(worker_id, incarnation) == incarnation
-        ]
-
-    def _fits(self, link: WorkerLink, job: Job, share: Share) -> bool:
-        info = link.info
-        return (
-            info.model == job.served
-            and info.tokenizer_fingerprint in ("", job.fingerprint)
-            and share.revision in ("", info.revision)
-            and (not share.unified_only(job) or info.role == engine_pb2.WORKER_ROLE_UNIFIED)
-            # What compiled here must compile there.
-            and (not job.sampling.HasField("grammar") or (info.grammars == GRAMMARS != ""))
-        )
-
     def serves(self, job: Job, progress: Progress, share: Share) -> bool:
         """Whether any worker could be asked now."""
-        return bool(self._usable(job, progress, share))
-
-    def _usable(self, job: Job, progress: Progress, share: Share) -> list[WorkerLink]:
-        return [link for link in self._fleet.links(job.served) if self._eligible(link, job, progress, share)]
-
-    def _eligible(self, link: WorkerLink, job: Job, progress: Progress, share: Share) -> bool:
-        failed = progress.excluded.get(link.info.worker_id)
-        return failed != link.info.incarnation and self._fits(link, job, share)
-
-    def _choose(self, job: Job, progress: Progress, share: Share) -> Decision:
-        """Power of two choices from the last worker list; the rest follow as alternates, least loaded first."""
-        usable = self._usable(job, progress, share)
-        if not usable:
-            if share.unified_only(job) and not share.heal and self._fleet.links(job.served):
-                raise FailedPrecondition("prompt_logprobs needs a worker of role unified, and none serves this model")
-            if job.sampling.HasField("grammar") and not share.heal and self._fleet.links(job.served):
-                raise FailedPrecondition(f"no worker of model {job.served!r} serves grammars by {GRAMMARS or 'any'}")
-            raise NoWorker(f"no worker can serve model {job.served!r} now")
-        # A worker that fails what it gets is better than none.
-        trusted = [link for link in usable if link.breaker.allows]
-        usable = trusted or usable
-        pick = min(self._rng.sample(usable, min(2, len(usable))), key=_relative_load)
-        # Alternates stay within one model, revision and tokenizer.
-        rest = sorted(
-            (link for link in usable if link is not pick and link.info.revision == pick.info.revision),
-            key=_relative_load,
-        )
-        chosen = [pick, *rest[:LOCAL_ALTERNATES]]
-        return Decision(
-            job.served,
-            pick.info.revision,
-            candidates=[Candidate(link, self._prefill(link)) for link in chosen],
-            heeds=bool(trusted),
-        )
-
-    def _prefill(self, link: WorkerLink) -> list[engine_pb2.PrefillTarget]:
-        """Prefill workers whose pages fit the decode worker, least loaded of two first."""
-        info = link.info
-        if info.role != engine_pb2.WORKER_ROLE_DECODE or not info.kvtransfer_address:
-            return []
-        fitting = [
-            member
-            for member in self._fleet.members()
-            if member.info.role == engine_pb2.WORKER_ROLE_PREFILL
-            and member.info.state == engine_pb2.WORKER_STATE_SERVING
-            and member.info.kvtransfer_address
-            and (member.info.model, member.info.revision) == (info.model, info.revision)
-            and _same_kv(member.info, info)
-        ]
-        # Pages of another size are slow: only where there are no others.
-        equal = [member for member in fitting if member.info.page_size == info.page_size]
-        fitting = equal or fitting
-        picked = self._rng.sample(fitting, min(PREFILL_TARGETS, len(fitting)))
-        head = sorted(picked[:2], key=lambda member: member.load.queued_tokens)
-        return [
-            engine_pb2.PrefillTarget(
-                worker_id=member.info.worker_id, address=member.info.address, incarnation=member.info.incarnation
-            )
-            for member in (*head, *picked[2:])
-        ]
+        return bool(self._choice.usable(job, progress, share))
 
     # --- submitting
     async def _try(
@@ -477,17 +348,3 @@ def _for_client(error: KvmeshError) -> KvmeshError:
     if isinstance(error, Unauthenticated | PermissionDenied):
         return Unavailable("a worker refuses this gateway")
     return error
-
-
-def _relative_load(link: WorkerLink) -> float:
-    """Sequences per seat. Our own open requests count even where the last report does not show them."""
-    load = link.load
-    known = max(load.running + load.waiting + load.transferring, len(link.demux))
-    return known / max(1, link.info.max_batch)
-
-
-def _same_kv(source: engine_pb2.WorkerInfo, target: engine_pb2.WorkerInfo) -> bool:
-    """Whether KV of one can be written into the other's pages, be it token by token."""
-    if source.kv_fingerprint and target.kv_fingerprint:
-        return source.kv_fingerprint == target.kv_fingerprint
-    return source.layout_fingerprint == target.layout_fingerprint

@@ -9,10 +9,10 @@ from kvmesh.errors import Unavailable
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.limits import RequestLimits
+from services.gateway.decision import Decision
 from services.gateway.flights.log import FlightLog, Opened
 from services.gateway.generation import Ended, Generation
 from services.gateway.job import Job, Progress
-from services.gateway.placement import Decision
 
 if TYPE_CHECKING:
     from services.gateway.request import Request

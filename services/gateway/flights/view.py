@@ -10,6 +10,7 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.status import row
 from kvmesh.telemetry import metrics, names
+from services.gateway.decision import Decision
 from services.gateway.flights.flight import Flight
 from services.gateway.flights.hub import Flights
 from services.gateway.flights.log import Opened, Reader
@@ -17,7 +18,6 @@ from services.gateway.flights.parts import Member
 from services.gateway.flights.produce import Producer
 from services.gateway.generation import End
 from services.gateway.job import Job, Progress
-from services.gateway.placement import Decision
 
 if TYPE_CHECKING:
     from services.gateway.request import Request
