@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 
@@ -21,7 +22,6 @@ from services.gateway.fleet import Fleet
 from services.gateway.flights import Flights
 from services.gateway.flights.view import SharedGenerations
 from services.gateway.front import Front
-from services.gateway.generation import RequestSettings
 from services.gateway.grammars import Grammars
 from services.gateway.heals import Heals
 from services.gateway.http.app import App
@@ -42,6 +42,7 @@ from services.gateway.registry import INSTANCE, Registry
 from services.gateway.routers import Routers
 from services.gateway.service import InferenceServicer
 from services.gateway.shadow import Shadows, crowded
+from services.gateway.sink import RequestSettings
 from services.gateway.tokenizers import TokenizerStore
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ log = logging.getLogger(__name__)
 SERVICE_NAME = "kvmesh.v1.Inference"
 # Of the drain: what the last terminal events get to reach their clients.
 LAST_WORD_S = 1.0
+# A process that has just started knows by then whether there is a worker.
+HEAR_OF_WORKERS_S = 10.0
 # Nothing that a client waits for waits for Redis here.
 REDIS_TIMEOUT_S = 0.5
 
@@ -151,6 +154,9 @@ class Gateway:
         siblings = (child.runtime, child.token_file) if child is not None else None
         self.peering = Peering(settings, context.auth, self.redis, siblings, instance=instance)
         self.front.peers = self.peering.peers
+        if child is not None:
+            # Behind a shared port nothing keeps callers away from a process that has just started: they wait.
+            self.front.begun = asyncio.Event()
         self.http = self._http()
         self.kserve = InferenceServiceServicer(self.front, ready=lambda: self.fleet.ready)
         context.server.add(
@@ -184,6 +190,8 @@ class Gateway:
             self.queue.offer(link)
 
     def _on_change(self) -> None:
+        if self.fleet.ready and self.front.begun is not None:
+            self.front.begun.set()
         if self.fleet.ready != self._said_ready:
             self._said_ready = self.fleet.ready
             self._say("ready" if self._said_ready else "unready")
@@ -209,6 +217,8 @@ class Gateway:
             self._context.tasks.spawn(SharedCharges(self.queue, FairStore(self.redis)).run(), name="shared-charges")
         if peer_address := await self.peering.start(self.front.abort_here, self._context.tasks):
             self._context.ready_info["peer"] = peer_address
+        if self.front.begun is not None:
+            asyncio.get_running_loop().call_later(HEAR_OF_WORKERS_S, self.front.begun.set)
         self.limits.start()
         self.flights.start()
         self.routers.watch(self.fleet)

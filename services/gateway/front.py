@@ -21,7 +21,6 @@ from kvmesh.telemetry import names, tracing
 from services.gateway import embed as embedding
 from services.gateway import validate
 from services.gateway.fleet import Fleet
-from services.gateway.generation import RequestSettings
 from services.gateway.heals import Heals
 from services.gateway.limits.contract import Limiter, LimitState
 from services.gateway.observe import Observer
@@ -31,6 +30,7 @@ from services.gateway.prepare import Preparer, Rules, request_limits
 from services.gateway.registry import Registry
 from services.gateway.request import ClientGone, Flights, Request, Shadows
 from services.gateway.routers import Routers
+from services.gateway.sink import RequestSettings
 
 T = TypeVar("T")
 
@@ -68,6 +68,8 @@ class Front:
     flights: Flights | None = None
     shadows: Shadows | None = None
     peers: Peers | None = None
+    begun: asyncio.Event | None = None
+    """Where it is given, requests wait for it before anything else."""
 
     async def run(
         self,
@@ -110,6 +112,8 @@ class Front:
         with self.registry.hold(principal, request_id, running):
             try:
                 with tracing.span(names.gen_ai_span(operation, request.model), attributes=attributes) as span:
+                    if self.begun is not None and not self.begun.is_set():
+                        await _in_time(limits, self.begun.wait())
                     job = await _in_time(limits, self.preparer.job(request, principal, request_id, limits))
                     span.set_attribute(names.GEN_AI_RESPONSE_MODEL, job.served)
                     observer = Observer(span, operation, job.served, running.started)

@@ -20,13 +20,14 @@ from kvmesh.rpc.status import row
 from kvmesh.telemetry import names, tracing
 from services.gateway import events, replay
 from services.gateway.decision import Decision
-from services.gateway.generation import End, Generation, RequestSettings, Sink, SinkClosed, Timers, out_of_time
+from services.gateway.generation import Generation
 from services.gateway.heals import Heals
 from services.gateway.job import Job, Progress
 from services.gateway.limits.contract import Hold, NoHold
 from services.gateway.observe import Observer
 from services.gateway.placement import Placer
 from services.gateway.routers import Replica, Routers
+from services.gateway.sink import End, RequestSettings, Sink, SinkClosed, Timers, out_of_time
 from services.gateway.speech.reader import Reader
 
 log = logging.getLogger(__name__)

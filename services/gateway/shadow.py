@@ -16,13 +16,14 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.limits import RequestLimits
 from kvmesh.rpc.tasks import BackgroundTasks
-from services.gateway.generation import Generation, RequestSettings
+from services.gateway.generation import Generation
 from services.gateway.heals import Heals
 from services.gateway.job import Job
 from services.gateway.link import WorkerLink
 from services.gateway.placement import Placer
 from services.gateway.registry import new_id
 from services.gateway.routers import Replica, Routers
+from services.gateway.sink import RequestSettings
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.limits import RequestLimits
 from services.gateway.decision import Decision
 from services.gateway.flights.log import FlightLog, Opened
-from services.gateway.generation import Ended, Generation
+from services.gateway.generation import Generation
 from services.gateway.job import Job, Progress
+from services.gateway.sink import Ended
 
 if TYPE_CHECKING:
     from services.gateway.request import Request

@@ -16,8 +16,8 @@ from services.gateway.flights.hub import Flights
 from services.gateway.flights.log import Opened, Reader
 from services.gateway.flights.parts import Member
 from services.gateway.flights.produce import Producer
-from services.gateway.generation import End
 from services.gateway.job import Job, Progress
+from services.gateway.sink import End
 
 if TYPE_CHECKING:
     from services.gateway.request import Request

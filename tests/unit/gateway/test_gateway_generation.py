@@ -15,9 +15,10 @@ from kvmesh.loading.tokenizer import scripted_tokenizer
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.limits import RequestLimits
-from services.gateway.generation import Ended, Generation, RequestSettings, SinkClosed
+from services.gateway.generation import Generation
 from services.gateway.job import Job, Progress
 from services.gateway.registry import new_id
+from services.gateway.sink import Ended, RequestSettings, SinkClosed
 from services.gateway.tokenizers import ModelTokenizer
 
 PROMPT = [1, 2, 3]

@@ -21,11 +21,12 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.limits import RequestLimits
 from services.gateway.breaker import Breaker
 from services.gateway.decision import Placed
-from services.gateway.generation import Generation, RequestSettings
+from services.gateway.generation import Generation
 from services.gateway.heals import Heals
 from services.gateway.inbox import Inbox
 from services.gateway.job import Job, Progress, Share
 from services.gateway.output import Output
+from services.gateway.sink import RequestSettings
 from services.gateway.tokenizers import ModelTokenizer
 
 TOKENIZER = ModelTokenizer(scripted_tokenizer())

@@ -15,12 +15,12 @@ from kvmesh.loading.tokenizer import scripted_tokenizer
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.limits import RequestLimits
 from services.gateway.decision import Decision, Placed
-from services.gateway.generation import RequestSettings
 from services.gateway.heals import Heals
 from services.gateway.inbox import Inbox
 from services.gateway.job import Job, Share
 from services.gateway.observe import Observer
 from services.gateway.request import Request
+from services.gateway.sink import RequestSettings
 from services.gateway.tokenizers import ModelTokenizer
 
 
