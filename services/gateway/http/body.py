@@ -8,13 +8,28 @@ from typing import Any, NoReturn
 
 from starlette.types import Receive, Scope
 
-from kvmesh.errors import InvalidArgument
+from kvmesh.errors import InvalidArgument, Overloaded
 from services.gateway.http.errors import HttpError
 
 # Parsing a larger one would hold up every stream of this process.
 INLINE_BYTES = 64 * 1024
+READING_BYTES = 256 << 20
 # Of free-form parts, such as schemas.
 MAX_DEPTH = 100
+
+
+class Reading:
+    """Bytes of bodies that are being read, all connections together."""
+
+    def __init__(self, limit: int = READING_BYTES) -> None:
+        self._limit = limit
+        self.size = 0
+
+    def add(self, count: int) -> None:
+        """Overloaded when there is no room for them."""
+        if count > 0 and self.size + count > self._limit:
+            raise Overloaded("too many large requests are being read at once", retry_after=1.0)
+        self.size += count
 
 
 class Gone(Exception):
@@ -45,8 +60,9 @@ def check_type(scope: Scope) -> None:
         raise HttpError(415, "Unsupported content encoding: send the body as it is.", code="unsupported_encoding")
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> bytes:
-    """The whole body. HttpError 413 as soon as it is known to be larger than `limit`, 408 when it takes too long."""
+async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float, reading: Reading) -> bytes:
+    """The whole body. HttpError 413 as soon as it is known to be larger than `limit`, 408 when it takes too long;
+    Overloaded where `reading` has no room."""
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
         raise _too_large(limit)
@@ -59,6 +75,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float
                 if message["type"] == "http.disconnect":
                     raise Gone
                 part = message.get("body", b"")
+                reading.add(len(part))
                 size += len(part)
                 if size > limit:
                     raise _too_large(limit)
@@ -68,6 +85,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float
                     return parts[0] if len(parts) == 1 else b"".join(parts)
     except TimeoutError:
         raise HttpError(408, f"The body did not arrive within {timeout_s:g} seconds.", code="request_timeout") from None
+    finally:
+        reading.add(-size)
 
 
 def _too_large(limit: int) -> HttpError:

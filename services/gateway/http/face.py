@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import inspect
 import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, NotFound
+from kvmesh.errors import InvalidArgument, KvmeshError, NotFound
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.auth import TENANT_KEY
 from kvmesh.rpc.credentials import Principal
 from services.gateway import validate
-from services.gateway.front import Front, aborted
+from services.gateway.front import Front
 from services.gateway.http import completion, requests, translate
 from services.gateway.http.answers import dumps
-from services.gateway.http.body import check_type, header, parse_body, read_body
+from services.gateway.http.body import Reading, check_type, header, parse_body, read_body
 from services.gateway.http.callers import HttpCaller, Render
 from services.gateway.http.chat import ChatBody, ChatChunks
 from services.gateway.http.errors import Renamed
@@ -43,6 +42,7 @@ class Face:
     front: Front
     max_body_bytes: int
     body_timeout_s: float = BODY_TIMEOUT_S
+    reading: Reading = field(default_factory=Reading)
     live: set[Exchange] = field(default_factory=set)
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
@@ -59,7 +59,7 @@ class Face:
     async def body(self, exchange: Exchange, model: type[M]) -> M:
         """The call's body, read and checked."""
         check_type(exchange.scope)
-        raw = await read_body(exchange.scope, exchange.receive, self.max_body_bytes, self.body_timeout_s)
+        raw = await read_body(exchange.scope, exchange.receive, self.max_body_bytes, self.body_timeout_s, self.reading)
         exchange.body_read = True
         return check(model, await parse_body(raw))
 
@@ -217,11 +217,8 @@ class Face:
         principal = await self.principal(exchange)
         body = await self.body(exchange, requests.Embeddings)
         self.name(exchange)
-        embed = getattr(self.front, "embed", None)
-        if embed is None:
-            raise FailedPrecondition("no embedder serves here")
         async with exchange.client_watched():
-            found: pb.EmbedResponse = await embed(principal, translate.embed_request(body))
+            found = await self.front.embed(principal, translate.embed_request(body))
             await exchange.answer(_embeddings(found, packed=body.encoding_format == "base64"))
 
     async def tokenize(self, exchange: Exchange) -> None:
@@ -248,20 +245,11 @@ class Face:
         ident = body.request_id
         for prefix in ("chatcmpl-", "cmpl-"):
             ident = ident.removeprefix(prefix)
-        found = False
-        for index in range(requests.MAX_PROMPTS):
-            one = prompt_id(ident, index)
-            if index and len(one) > validate.MAX_ID_BYTES:
-                break
-            stopped: Any = self._abort(principal, one, index)
-            found = bool(await stopped if inspect.isawaitable(stopped) else stopped) or found
+        found = await self.front.abort(principal.tenant, ident)
+        # Of several prompts, each has a run of its own; the others run where the first one does.
+        for index in range(1, requests.MAX_PROMPTS):
+            found = self.front.abort_here(principal.tenant, prompt_id(ident, index)) or found
         await exchange.answer(text_bytes(dumps({"request_id": body.request_id, "found": found})))
-
-    def _abort(self, principal: Principal, ident: str, index: int) -> Any:
-        if index:
-            # Of several prompts; they run where the first one runs.
-            return self.front.registry.stop(principal.tenant, ident, aborted())
-        return self.front.abort(principal.tenant, ident)
 
     async def models(self, exchange: Exchange) -> None:
         """GET /v1/models."""

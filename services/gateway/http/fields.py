@@ -31,7 +31,7 @@ TEXT_OR_LIST = Discriminator(_text_or_list)
 NAME_OR_OBJECT = Discriminator(_name_or_object)
 TEXT, LIST, OBJECT = Tag("<string>"), Tag("<array>"), Tag("<object>")
 
-Stop = Annotated[Annotated[str, TEXT] | Annotated[list[str], LIST], TEXT_OR_LIST]
+Stop = Annotated[Annotated[str, TEXT] | Annotated[list[str], Field(max_length=16), LIST], TEXT_OR_LIST]
 
 
 class Part(BaseModel):

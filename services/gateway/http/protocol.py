@@ -63,8 +63,6 @@ class Connection(TlsAwareProtocol):
             if self._dropped > LINGER_BYTES:
                 self.abort()
             return
-        if self._head_since is None and (self.cycle is None or not self.cycle.more_body):
-            self._head_since = self.loop.time()
         self._unclaimed += len(data)
         super().data_received(data)
         if self._unclaimed > MAX_HEAD_BYTES and not self._dropping and self.parser is not None:
@@ -78,6 +76,7 @@ class Connection(TlsAwareProtocol):
         """A new head."""
         super().on_message_begin()
         self._begun = True
+        self._head_since = self.loop.time()
         self._head_bytes = 0
 
     def on_url(self, url: bytes) -> None:
@@ -203,13 +202,15 @@ class Connection(TlsAwareProtocol):
             return
         if self.idle and self._until and now >= self._until:
             self.transport.close()
-        elif self._head_since is not None and not self._dropping:
-            limit = HEAD_TIMEOUT_S if self._begun else KEEP_ALIVE_S
-            if now - self._head_since > limit:
-                if self._begun and self.idle:
-                    self._refuse(Refused(408, "The request's head did not arrive in time.", "request_timeout"))
-                else:
-                    self.transport.close()
+        elif self.idle and not self._dropping and self._head_is_late(now):
+            if self._begun:
+                self._refuse(Refused(408, "The request's head did not arrive in time.", "request_timeout"))
+            else:
+                self.transport.close()
+
+    def _head_is_late(self, now: float) -> bool:
+        limit = HEAD_TIMEOUT_S if self._begun else KEEP_ALIVE_S
+        return self._head_since is not None and now - self._head_since > limit
 
     @property
     def idle(self) -> bool:

@@ -21,6 +21,8 @@ from services.gateway.http.fields import (
 )
 
 MAX_PROMPTS = 128
+# Longer than any model's context.
+MAX_TOKEN_IDS = 1 << 20
 
 ShortText = Annotated[str, Field(max_length=128)]
 Ident = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
@@ -219,7 +221,7 @@ class Chat(Generate):
     function_call: Any = None
 
 
-TokenIds = list[Uint32]
+TokenIds = Annotated[list[Uint32], Field(max_length=MAX_TOKEN_IDS)]
 
 
 def _prompt_tag(value: Any) -> str:

@@ -91,7 +91,8 @@ class HttpServer:
         bound: socket.socket | None = None
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            family, kind, protocol, _, address = found[0]
+            # A name of both worlds is bound in that which more clients try first.
+            family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
             bound = socket.socket(family, kind, protocol)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if self._settings.processes > 1:

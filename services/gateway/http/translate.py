@@ -48,7 +48,7 @@ def _sampling(body: http.Generate) -> pb.SamplingParams:
     if body.seed is not None:
         out.seed = body.seed % 2**64
     if body.stop is not None:
-        out.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop[:64])
+        out.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop)
     out.stop_token_ids.extend(body.stop_token_ids or ())
     if body.logit_bias:
         if len(body.logit_bias) > MAX_LOGIT_BIAS:

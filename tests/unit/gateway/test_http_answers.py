@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 from typing import Any
+
+import pytest
 
 from gateway_fakes import EOS, MODEL
 from gateway_world import World
 from http_world import CHAT, Reply, chat, events, post, start_http, text_of
 from kvmesh.proto.v1 import engine_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
+from kvmesh.rpc.credentials import Principal
+from services.gateway.front import Front
 from services.gateway.http.chat import ChatBody, ChatChunks
 
 COMPLETIONS = "/v1/completions"
@@ -279,6 +285,26 @@ async def test_tokens_of_texts_and_chats(world: World) -> None:
     found = (await post(url, "/tokenize", {"model": MODEL, "messages": chat()["messages"]})).json()
     assert found["count"] == len(found["tokens"]) > 2
     assert (await post(url, "/tokenize", {"model": MODEL})).status == 400
+
+
+async def test_vectors(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.worker()
+    url = await start_http(world)
+    asked: list[pb.EmbedRequest] = []
+
+    async def embed(self: Front, principal: Principal, request: pb.EmbedRequest) -> pb.EmbedResponse:
+        asked.append(request)
+        vectors = [pb.Embedding(values=[0.5, -0.25]) for _ in request.input]
+        return pb.EmbedResponse(model="e", embeddings=vectors, usage=pb.Usage(prompt_tokens=7))
+
+    monkeypatch.setattr(Front, "embed", embed)
+    body = (await post(url, "/v1/embeddings", {"model": "e", "input": ["a", "b"], "user": "u"})).json()
+    assert list(asked[0].input) == ["a", "b"]
+    assert body["data"][1] == {"object": "embedding", "index": 1, "embedding": [0.5, -0.25]}
+    assert body["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+    packed = {"model": "e", "input": "a", "encoding_format": "base64"}
+    (one,) = (await post(url, "/v1/embeddings", packed)).json()["data"]
+    assert struct.unpack("<2f", base64.b64decode(one["embedding"])) == (0.5, -0.25)
 
 
 # --- rendering alone: what readers of tools and reasoning hand over

@@ -22,6 +22,7 @@ from kvmesh.rpc.credentials import Principal
 from kvmesh.rpc.limits import Deadline
 from services.gateway import request as running
 from services.gateway.http import protocol
+from services.gateway.http.body import Reading
 from services.gateway.http.exchange import duration
 from services.gateway.job import Job
 from services.gateway.limits.contract import LimitState, NoHold, Window
@@ -141,6 +142,39 @@ async def test_ids_come_from_the_client_only_where_they_can_do_no_harm(world: Wo
         assert reply.headers["x-request-id"].isalnum() or "-" in reply.headers["x-request-id"]
         assert reply.headers["x-request-id"] != given
         wire.close()
+
+
+async def test_bodies_that_are_read_at_once_are_bounded(world: World) -> None:
+    await world.worker(text="ok")
+    url = await start_http(world)
+    http_of(world).face.reading = Reading(1000)
+    first = await Wire.to(url)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 900\r\n\r\n"
+    first.writer.write(head.encode() + b" " * 600)
+    await world.until(lambda: http_of(world).face.reading.size == 600)
+    reply = await post(url, CHAT, chat("x" * 500))
+    assert (reply.status, reply.error["code"]) == (429, "overloaded")
+    first.abort()
+    await world.until(lambda: http_of(world).face.reading.size == 0)
+    assert (await post(url, CHAT, chat("x" * 500))).status == 200
+
+
+async def test_a_stray_line_after_a_body_harms_nothing(world: World) -> None:
+    worker = await world.worker()
+    silent(worker)
+    url = await start_http(world)
+    wire = await Wire.to(url)
+    wire.post(CHAT, chat())
+    wire.writer.write(b"\r\n")
+    (request,) = await worker.submits.wait(1)
+    await http_of(world).look(asyncio.get_running_loop().time() + 1000)
+    worker.answer(request, "ok")
+    assert (await wire.reply()).status == 200
+    wire.post(CHAT, chat())
+    _, request = await worker.submits.wait(2)
+    worker.answer(request, "ok")
+    assert (await wire.reply()).status == 200
+    wire.close()
 
 
 # --- clients that leave
