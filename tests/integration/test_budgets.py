@@ -28,7 +28,7 @@ from kvmesh.store.limits import Figures, LimitStore
 from test_gateway_process import START_S, Process, wait_health
 
 SOAK = bool(os.environ.get("KVMESH_SOAK"))
-HOLD_S = 15.0 if SOAK else 5.0
+HOLD_S = 15.0 if SOAK else 8.0
 CALLS = 200
 PROMPT, OUTPUT = 20, 10
 COST = PROMPT + OUTPUT
@@ -80,7 +80,7 @@ class Mesh:
         except grpc.aio.AioRpcError as error:
             refused = from_rpc_error(error)
             assert isinstance(refused, BudgetExceeded | Overloaded | Unavailable), refused
-            assert refused.details == {"limit": "budget"}
+            assert isinstance(refused, Unavailable) or refused.details == {"limit": "budget"}
             return type(refused).__name__
         assert last.finished.usage.prompt_tokens + last.finished.usage.completion_tokens == COST
         return "finished"
@@ -177,18 +177,20 @@ async def test_a_budget_over_gateways(mesh: Mesh) -> None:
     assert sum(ends.values()) == CALLS
     # What is left is to be had to the last whole request.
     gateway = 0
-    while (end := await mesh.ask(gateway)) != "BudgetExceeded":
-        ends[end] += 1
-        gateway = (gateway + 1) % 3
+    async with asyncio.timeout(START_S):
+        while (end := await mesh.ask(gateway)) != "BudgetExceeded":
+            ends[end] += 1
+            gateway = (gateway + 1) % 3
     assert ends["finished"] == FITTING
     async with asyncio.timeout(START_S):
         while (await mesh.figures("spender")) != (FITTING * COST, 0, 0):
             await asyncio.sleep(0.02)
 
     # A gateway is killed while requests of it run.
-    running = [await mesh.begin(2, "killed", 400) for _ in range(4)]
-    held = await mesh.figures("killed")
-    assert held.held >= 4 * (PROMPT + 400)
+    running = [await mesh.begin(2, "killed", 1000) for _ in range(4)]
+    async with asyncio.timeout(START_S):
+        while (await mesh.figures("killed")).held < 4 * (PROMPT + 1000):
+            await asyncio.sleep(0.02)
     killed_at = asyncio.get_running_loop().time()
     assert await mesh.gateways[2].end(signal.SIGKILL) == -signal.SIGKILL
     async with asyncio.timeout(START_S):

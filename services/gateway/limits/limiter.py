@@ -52,16 +52,20 @@ class Limits:
         tasks: BackgroundTasks,
         *,
         name: str,
+        take_s: float | None = None,
         wall: Callable[[], float] = time.time,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """name: unique to this start of this process."""
+        """name: unique to this start of this process. take_s: what a request waits for Redis, in seconds; None =
+        TAKE_S."""
         self._settings = settings
         self._tasks = tasks
         self._name = name
         self._wall = wall
         self._now = now
-        self._store = LimitStore(redis, hold_ms=int(settings.hold_s * 1e3), take_s=TAKE_S) if redis else None
+        self._take_s = TAKE_S if take_s is None else take_s
+        hold_ms = int(settings.hold_s * 1e3)
+        self._store = LimitStore(redis, hold_ms=hold_ms, take_s=self._take_s) if redis is not None else None
         self.ledger = Ledger(name, self._store, journal=settings.journal, usage_file=settings.usage_file)
         self._local = LocalLimits(settings.replicas, now)
         self._lengths = Lengths()
@@ -160,7 +164,7 @@ class Limits:
         """Until what ended before now is settled, here and in other processes."""
         # Never cancelled in the middle: what it has begun to settle is in its hands alone.
         flush = self._tasks.spawn(self.ledger.flush(), name="limits-flush", essential=False)
-        await asyncio.wait({flush}, timeout=TAKE_S)
+        await asyncio.wait({flush}, timeout=self._take_s)
         await asyncio.sleep(2 * BATCH_S)
 
     def _alone(self, hold: TenantHold) -> Taken:

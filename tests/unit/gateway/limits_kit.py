@@ -71,8 +71,15 @@ class Gateway:
         self.redis = redis
         self.tasks = BackgroundTasks()
         self.name = f"gw-{next(_names)}"
+        # Nothing here is about how fast this machine is.
         self.limits = Limits(
-            LimitSettings(**settings), redis, self.tasks, name=self.name, now=lambda: self.now, wall=lambda: 1.7e9
+            LimitSettings(**settings),
+            redis,
+            self.tasks,
+            name=self.name,
+            take_s=LIMIT_S,
+            now=lambda: self.now,
+            wall=lambda: 1.7e9,
         )
         self.stopped: list[KvmeshError] = []
 
@@ -88,7 +95,7 @@ class Gateway:
 
     async def figures(self, tenant: str, allowed: Policy) -> Figures:
         assert self.redis is not None
-        store = LimitStore(self.redis, hold_ms=15_000, take_s=5.0)
+        store = LimitStore(self.redis, hold_ms=15_000, take_s=LIMIT_S)
         figures = await store.figures(tenant, allowed.budget.name(1.7e9))
         assert figures is not None
         return figures
@@ -97,7 +104,7 @@ class Gateway:
 @contextlib.asynccontextmanager
 async def gateway(valkey: Valkey | None = None, *, start: bool = False, **settings: Any) -> AsyncIterator[Gateway]:
     """A limiter, connected where there is something to connect to. `start`: its loops too."""
-    redis = RedisStore(valkey.url, timeout_s=5.0) if valkey is not None else None
+    redis = RedisStore(valkey.url, timeout_s=LIMIT_S) if valkey is not None else None
     made = Gateway(redis, **settings)
     try:
         if redis is not None:

@@ -68,7 +68,7 @@ async def test_an_abandoned_journal_that_redis_knows_in_part_counts_once(valkey:
     dead.append(spends)
     async with gateway(valkey, start=False, journal=tmp_path / "journal", usage_file=tmp_path / "usage.jsonl") as made:
         assert made.redis is not None
-        store = LimitStore(made.redis, hold_ms=1000, take_s=5.0)
+        store = LimitStore(made.redis, hold_ms=1000, take_s=LIMIT_S)
         assert await store.settle("dead", spends[:3]) == []
         dead.close(remove=False)
         made.limits.start()
@@ -87,7 +87,7 @@ async def test_a_disk_that_fails_costs_no_settlement(valkey: Valkey, tmp_path: P
     ) as made:
         made.limits.ledger.add(a_spend(made.limits.ledger.next_number(), "disk"))
         assert made.redis is not None
-        store = LimitStore(made.redis, hold_ms=1000, take_s=5.0)
+        store = LimitStore(made.redis, hold_ms=1000, take_s=LIMIT_S)
         async with asyncio.timeout(LIMIT_S):
             while (await store.figures("disk", "tokens:all") or (0,))[0] != 3:
                 await asyncio.sleep(0.02)

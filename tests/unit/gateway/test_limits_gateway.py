@@ -51,6 +51,9 @@ def valkey() -> Iterator[Valkey]:
 def settings(world: World, valkey: Valkey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     (tmp_path / "token").write_text("mesh-token-for-tests\n")
     (tmp_path / "keys.toml").write_text(CREDENTIALS)
+    # Nothing here is about how fast this machine is.
+    monkeypatch.setattr("services.gateway.app.REDIS_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr("services.gateway.limits.limiter.TAKE_S", LIMIT_S)
     monkeypatch.setenv("KVMESH_MESH_TOKEN_FILE", str(tmp_path / "token"))
     return {"credentials_file": tmp_path / "keys.toml", "redis_url": valkey.url, "limits": {"hold_s": 60}}
 
@@ -67,7 +70,7 @@ async def begin(world: World, **settings: Any) -> None:
 
 async def figures(world: World, tenant: str) -> Figures:
     assert world.gateway.redis is not None
-    store = LimitStore(world.gateway.redis, hold_ms=60_000, take_s=5.0)
+    store = LimitStore(world.gateway.redis, hold_ms=60_000, take_s=LIMIT_S)
     found = await store.figures(tenant, Budget(period="day").name(world.gateway.limits._wall()))
     assert found is not None
     return found
