@@ -121,7 +121,10 @@ class Gateway:
         self.redis = _redis(settings)
         flight_store = FlightStore(self.redis, self.gateway_id) if self.redis is not None else None
         self.flights = Flights(flight_store, context.tasks)
-        self.limits = Limits(settings.limits, self.redis, context.tasks, name=self.gateway_id)
+        # Those of this host at least share what there is.
+        replicas = max(settings.limits.replicas, settings.processes)
+        limits = settings.limits.model_copy(update={"replicas": replicas})
+        self.limits = Limits(limits, self.redis, context.tasks, name=self.gateway_id)
         proven = context.auth.token is not None or settings.tls.cert is not None
         self.front = Front(
             credentials=credentials_of(settings, self.redis, proven=proven),
