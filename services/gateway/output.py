@@ -36,6 +36,7 @@ class Output:
         self._shown_logprobs = sampling.HasField("logprobs")
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self.buffered = sampling.best_of > sampling.n
+        self._plain = not (self.buffered or sampling.stop or self._shown_logprobs)
         self._choices = [_Choice(tokenizer.detokenizer(), StopMatcher(sampling.stop)) for _ in range(sampling.best_of)]
         self._returned = list(range(sampling.n))
 
@@ -89,6 +90,13 @@ class Output:
         if choice.finish:
             return None, False
         ids = list(given.token_ids)
+        if self._plain and not given.finish_reason:
+            # What nearly every delta is: some tokens more, and nothing else to say.
+            push = choice.detokenizer.push
+            text = push(ids[0]) if len(ids) == 1 else "".join(map(push, ids))
+            choice.token_ids += ids
+            choice.text.append(text)
+            return pb.Delta(choice=given.choice, text=text, token_ids=ids), False
         # The stop token is output, but not text.
         spoken = len(ids) - (1 if ids and given.HasField("stop_token_id") else 0)
         pieces: list[str] = []

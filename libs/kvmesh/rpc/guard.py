@@ -215,6 +215,11 @@ def _set(code: list[str] | None, value: Any) -> None:
         code[0] = value.name if isinstance(value, grpc.StatusCode) else status.code_name(value)
 
 
+def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """A stream may write messages that are serialized already."""
+    return lambda message: message if type(message) is bytes else serialize(message)
+
+
 async def _unimplemented(request: Any, context: ServicerContext) -> None:
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not have this method")
 
@@ -266,6 +271,6 @@ def wrap(handler: Handler, service: str, method: str, policy: Policy, state: Ser
     wrapped: Handler = make(
         stream if h.response_streaming else single,
         request_deserializer=_tolerant(h.request_deserializer),
-        response_serializer=serialize if h.response_streaming else None,
+        response_serializer=_unless_bytes(serialize) if h.response_streaming else None,
     )
     return wrapped
