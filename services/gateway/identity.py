@@ -17,14 +17,13 @@ def credentials_of(settings: GatewaySettings, redis: RedisStore | None, *, prove
     """
     if settings.keys_in_redis and redis is None:
         raise FailedPrecondition("keys_in_redis needs redis_url")
-    made = Credentials(
-        settings.credentials_file,
-        keys=RedisKeys(redis) if settings.keys_in_redis and redis is not None else None,
-        tokens=JwtTokens(settings.jwt) if settings.jwt.jwks else None,
-    )
-    if not made.open and not proven:
+    if not proven and (settings.credentials_file is not None or settings.keys_in_redis or settings.jwt.jwks):
         raise FailedPrecondition(
             "credentials_file, keys_in_redis and jwt.jwks need mesh_token_file or tls.cert: inner services believe a "
             "tenant only from a gateway that proves who it is"
         )
-    return made
+    return Credentials(
+        settings.credentials_file,
+        keys=RedisKeys(redis) if settings.keys_in_redis and redis is not None else None,
+        tokens=JwtTokens(settings.jwt) if settings.jwt.jwks else None,
+    )

@@ -20,14 +20,15 @@ TOKEN_FILE = "token"
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """Of one process. `runtime`: the folder that all share; `control`: descriptor of the line to the parent; `listen`
-    and `http_listen`: the shared addresses, with the ports that the parent holds."""
+    """Of one process. `runtime`: the folder that all share; `control`: descriptor of the line to the parent; the
+    others: the shared addresses, with the ports that the parent holds."""
 
     index: int
     runtime: Path
     control: int
     listen: str
     http_listen: str = ""
+    client_listen: str = ""
 
     @classmethod
     def from_environment(cls) -> Child | None:

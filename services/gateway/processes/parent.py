@@ -18,6 +18,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,15 @@ class Parent:
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, runtime, ignore_errors=True)
             try:
-                listen = stack.enter_context(contextlib.closing(HeldPort(settings.listen))).address
-                http = settings.http_listen
-                if http:
-                    http = stack.enter_context(contextlib.closing(HeldPort(http))).address
+                shared = {
+                    name: stack.enter_context(contextlib.closing(HeldPort(address))).address
+                    for name, address in (
+                        ("listen", settings.listen),
+                        ("http_listen", settings.http_listen),
+                        ("client_listen", settings.tls.client_listen),
+                    )
+                    if address
+                }
                 values = runtime / "metrics"
                 values.mkdir()
                 self._together = Together(values, lambda: [process.pid for process in self._processes if process.pid])
@@ -100,7 +106,7 @@ class Parent:
             token.write_text(secrets.token_urlsafe(32) + "\n")
             self._handle_signals()
             keepers = [
-                asyncio.create_task(self._keep(process, runtime, listen, http), name=f"process {process.index}")
+                asyncio.create_task(self._keep(process, runtime, shared), name=f"process {process.index}")
                 for process in self._processes
             ]
             try:
@@ -149,13 +155,13 @@ class Parent:
         return {**each[0], **own, "processes": each}
 
     # --- one process
-    async def _keep(self, process: Process, runtime: Path, listen: str, http: str) -> int:
+    async def _keep(self, process: Process, runtime: Path, shared: dict[str, str]) -> int:
         """Run a process, and its successors; returns the exit status of the last."""
         loop = asyncio.get_running_loop()
         failures = 0
         while True:
             started = loop.time()
-            code = await self._once(process, Child(process.index, runtime, -1, listen, http))
+            code = await self._once(process, Child(process.index, runtime, -1, **shared))
             if self._stopping.is_set():
                 return code
             if not self._all_up.is_set():
@@ -174,7 +180,7 @@ class Parent:
     async def _once(self, process: Process, child: Child) -> int:
         ours, theirs = socket.socketpair()
         with theirs:
-            child = Child(child.index, child.runtime, theirs.fileno(), child.listen, child.http_listen)
+            child = replace(child, control=theirs.fileno())
             running = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "services.gateway"),
                 *self._argv,
@@ -221,6 +227,7 @@ def child_settings(settings: GatewaySettings, child: Child) -> GatewaySettings:
         "http_listen": child.http_listen,
         "metrics_listen": "",
         "ready_file": child.ready_file,
+        "tls": settings.tls.model_copy(update={"client_listen": child.client_listen}),
     }
     if settings.instance:
         update["instance"] = f"{settings.instance}-{child.index}"

@@ -6,6 +6,7 @@ we run, and nobody at all while a process of ours restarts.
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from kvmesh.config import split_host_port
@@ -27,9 +28,9 @@ class HeldPort:
             for family, kind, protocol, _, place in found if port else found[:1]:
                 where = (*place[:1], port, *place[2:])
                 if port:
-                    # Not shared yet: whoever listens there, sharing or not, is told by this.
-                    _bind(family, kind, protocol, where, share=False).close()
-                held = _bind(family, kind, protocol, where, share=True)
+                    # Whoever listens there, sharing or not, is told by this.
+                    _bind(family, kind, protocol, where, socket.SO_REUSEADDR).close()
+                held = _hold(family, kind, protocol, where)
                 self._sockets.append(held)
                 port = held.getsockname()[1]
         except OSError as exc:
@@ -45,15 +46,24 @@ class HeldPort:
             held.close()
 
 
-def _bind(family: int, kind: int, protocol: int, place: tuple[object, ...], *, share: bool) -> socket.socket:
+def _hold(family: int, kind: int, protocol: int, place: tuple[object, ...]) -> socket.socket:
+    try:
+        return _bind(family, kind, protocol, place, socket.SO_REUSEPORT)
+    except OSError as exc:
+        if exc.errno != errno.EADDRINUSE:
+            raise
+        # Connections of somebody who did not share it are in TIME_WAIT. Held like this it is guarded less: while none
+        # of our processes listens.
+        return _bind(family, kind, protocol, place, socket.SO_REUSEPORT, socket.SO_REUSEADDR)
+
+
+def _bind(family: int, kind: int, protocol: int, place: tuple[object, ...], *flags: int) -> socket.socket:
     made = socket.socket(family, kind, protocol)
     try:
         if family == socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        # What has just been closed may still be in TIME_WAIT; a listener is told all the same.
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if share:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        for flag in flags:
+            made.setsockopt(socket.SOL_SOCKET, flag, 1)
         made.bind(place)
     except OSError:
         made.close()
