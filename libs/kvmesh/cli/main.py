@@ -50,6 +50,9 @@ def up(
         int,
         typer.Option(min=-1, max=65535, help="Port of the HTTP API; another one is taken if in use; -1 = no HTTP."),
     ] = 8000,
+    gateway_processes: Annotated[
+        int, typer.Option(min=1, max=64, help="Processes of the gateway, which share its ports.")
+    ] = 1,
     playground: Annotated[bool, typer.Option(help="A page for trying the mesh, at / of the HTTP API.")] = True,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     threads: Annotated[int, typer.Option(min=0, help="Compute threads per engine; 0 = share the cores.")] = 0,
@@ -98,6 +101,7 @@ def up(
         transports=transports,
         gateway_port=port,
         http_port=http_port,
+        gateway_processes=gateway_processes,
         playground=playground,
         cache=cache,
         dtype=dtype,

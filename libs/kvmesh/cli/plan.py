@@ -41,6 +41,8 @@ class MeshOptions:
     unified: int = 0
     transports: str = "shm,tcp"
     gateway_port: int = 8080
+    gateway_processes: int = 1
+    """That share the gateway's ports."""
     http_port: int = -1
     """Of the OpenAI-compatible API; -1 = it is off, and the playground with it."""
     playground: bool = True
@@ -212,6 +214,7 @@ def plan_mesh(
         redis_url=redis_url,
         model="scripted" if options.runner == "scripted" else options.model,
         credentials_file=options.credentials_file,
+        processes=options.gateway_processes if options.gateway_processes > 1 else "",
         http_listen=http,
         playground=str(playground).lower(),
         playground_spans=spans,
