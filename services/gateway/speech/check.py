@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from kvmesh.errors import InvalidArgument
 from kvmesh.proto.v1 import inference_pb2 as pb
+from services.gateway.validate import bad
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 * 1024
@@ -46,15 +46,10 @@ class Function:
         return {"type": "function", "function": function}
 
 
-def refuse(field: str, problem: str) -> InvalidArgument:
-    """An InvalidArgument that names its field."""
-    return InvalidArgument(f"{field}: {problem}", details={"field": field})
-
-
 def json_object(field: str, text: str, limit: int) -> dict[str, Any]:
     """The text as a JSON object of bounded size and depth. Raises InvalidArgument."""
     if len(text) > limit or len(text.encode()) > limit:
-        raise refuse(field, f"is larger than {limit} bytes")
+        raise bad(field, f"is larger than {limit} bytes")
 
     def constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is no JSON")
@@ -64,15 +59,15 @@ def json_object(field: str, text: str, limit: int) -> dict[str, Any]:
         # Half of a surrogate pair can be written in JSON, but not in a prompt.
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise refuse(field, "holds half of a surrogate pair") from None
+        raise bad(field, "holds half of a surrogate pair") from None
     except RecursionError:
-        raise refuse(field, f"is nested deeper than {MAX_DEPTH} levels") from None
+        raise bad(field, f"is nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as exc:
-        raise refuse(field, f"is not JSON ({exc})"[:200]) from None
+        raise bad(field, f"is not JSON ({exc})"[:200]) from None
     if not isinstance(value, dict):
-        raise refuse(field, "must be a JSON object")
+        raise bad(field, "must be a JSON object")
     if _deeper(value, MAX_DEPTH):
-        raise refuse(field, f"is nested deeper than {MAX_DEPTH} levels")
+        raise bad(field, f"is nested deeper than {MAX_DEPTH} levels")
     return value
 
 
@@ -86,18 +81,18 @@ def _deeper(value: Any, levels: int) -> bool:
 def check_tools(tools: Sequence[pb.Tool]) -> list[Function]:
     """The tools of a request."""
     if len(tools) > MAX_TOOLS:
-        raise refuse("tools", f"has {len(tools)} entries; at most {MAX_TOOLS} are allowed")
+        raise bad("tools", f"has {len(tools)} entries; at most {MAX_TOOLS} are allowed")
     if sum(tool.ByteSize() for tool in tools) > MAX_TOOLS_BYTES:
-        raise refuse("tools", f"are larger than {MAX_TOOLS_BYTES} bytes together")
+        raise bad("tools", f"are larger than {MAX_TOOLS_BYTES} bytes together")
     functions: dict[str, Function] = {}
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if not NAME.fullmatch(tool.name):
-            raise refuse(f"{where}.name", "must be 1 to 64 letters, digits, _ and -")
+            raise bad(f"{where}.name", "must be 1 to 64 letters, digits, _ and -")
         if tool.name in functions:
-            raise refuse(f"{where}.name", f"{tool.name!r} is there twice")
+            raise bad(f"{where}.name", f"{tool.name!r} is there twice")
         if len(tool.description.encode()) > MAX_DESCRIPTION_BYTES:
-            raise refuse(f"{where}.description", f"is longer than {MAX_DESCRIPTION_BYTES} bytes")
+            raise bad(f"{where}.description", f"is longer than {MAX_DESCRIPTION_BYTES} bytes")
         functions[tool.name] = Function(
             tool.name, tool.description, _schema(f"{where}.parameters", tool.parameters), tool.strict, tool.parameters
         )
@@ -109,11 +104,11 @@ def _schema(field: str, text: str) -> dict[str, Any]:
         return {"type": "object", "properties": {}}
     schema = json_object(field, text, MAX_SCHEMA_BYTES)
     if schema.get("type", "object") != "object":
-        raise refuse(field, 'must be the schema of an object (its "type" is another one)')
+        raise bad(field, 'must be the schema of an object (its "type" is another one)')
     if not isinstance(schema.get("properties", {}), dict):
-        raise refuse(field, '"properties" must be an object')
+        raise bad(field, '"properties" must be an object')
     if not isinstance(schema.get("required", []), list):
-        raise refuse(field, '"required" must be a list')
+        raise bad(field, '"required" must be a list')
     # Templates look for both.
     return {"type": "object", "properties": {}} | schema
 
@@ -127,14 +122,14 @@ def check_choice(choice: pb.ToolChoice, functions: Sequence[Function]) -> list[F
             return list(functions)
         case pb.ToolChoice.MODE_REQUIRED:
             if not functions:
-                raise refuse("tool_choice", "required needs tools")
+                raise bad("tool_choice", "required needs tools")
             return list(functions)
         case pb.ToolChoice.MODE_NAMED:
             named = [function for function in functions if function.name == choice.name]
             if not named:
-                raise refuse("tool_choice.name", f"there is no tool {choice.name[:64]!r}")
+                raise bad("tool_choice.name", f"there is no tool {choice.name[:64]!r}")
             return named
-    raise refuse("tool_choice.mode", f"unknown value {choice.mode}")
+    raise bad("tool_choice.mode", f"unknown value {choice.mode}")
 
 
 def check_variables(text: str) -> dict[str, Any]:
@@ -144,9 +139,9 @@ def check_variables(text: str) -> dict[str, Any]:
     variables = json_object("template_variables", text, MAX_VARIABLES_BYTES)
     for name in variables:
         if not _VARIABLE.fullmatch(name):
-            raise refuse("template_variables", f"{name[:64]!r} cannot be a variable's name")
+            raise bad("template_variables", f"{name[:64]!r} cannot be a variable's name")
         if name in RESERVED:
-            raise refuse("template_variables", f"{name!r} is the gateway's own")
+            raise bad("template_variables", f"{name!r} is the gateway's own")
     return variables
 
 
@@ -156,26 +151,24 @@ def check_calls(messages: Sequence[pb.ChatMessage]) -> dict[str, str]:
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if message.tool_calls and message.role != "assistant":
-            raise refuse(f"{where}.tool_calls", "only an assistant calls tools")
+            raise bad(f"{where}.tool_calls", "only an assistant calls tools")
         if message.reasoning and message.role != "assistant":
-            raise refuse(f"{where}.reasoning", "only an assistant reasons")
+            raise bad(f"{where}.reasoning", "only an assistant reasons")
         if len(message.tool_calls) > MAX_CALLS:
-            raise refuse(
-                f"{where}.tool_calls", f"has {len(message.tool_calls)} entries; at most {MAX_CALLS} are allowed"
-            )
+            raise bad(f"{where}.tool_calls", f"has {len(message.tool_calls)} entries; at most {MAX_CALLS} are allowed")
         for number, call in enumerate(message.tool_calls):
             at = f"{where}.tool_calls[{number}]"
             if not call.id or len(call.id.encode()) > MAX_CALL_ID_BYTES:
-                raise refuse(f"{at}.id", f"must be 1 to {MAX_CALL_ID_BYTES} bytes")
+                raise bad(f"{at}.id", f"must be 1 to {MAX_CALL_ID_BYTES} bytes")
             if call.id in calls:
-                raise refuse(f"{at}.id", "is not unique in the conversation")
+                raise bad(f"{at}.id", "is not unique in the conversation")
             if not NAME.fullmatch(call.name):
-                raise refuse(f"{at}.name", "must be 1 to 64 letters, digits, _ and -")
+                raise bad(f"{at}.name", "must be 1 to 64 letters, digits, _ and -")
             calls[call.id] = call.name
         if message.role == "tool" and not message.tool_call_id:
-            raise refuse(f"{where}.tool_call_id", "is required: which call does it answer?")
+            raise bad(f"{where}.tool_call_id", "is required: which call does it answer?")
         if message.role == "tool" and message.tool_call_id not in calls:
-            raise refuse(f"{where}.tool_call_id", "answers no call of the conversation")
+            raise bad(f"{where}.tool_call_id", "answers no call of the conversation")
         if message.tool_call_id and message.role != "tool":
-            raise refuse(f"{where}.tool_call_id", "only a tool's message answers a call")
+            raise bad(f"{where}.tool_call_id", "only a tool's message answers a call")
     return calls

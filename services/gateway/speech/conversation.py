@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvmesh.proto.v1 import inference_pb2 as pb
-from services.gateway.speech.check import MAX_ARGUMENTS_BYTES, Function, json_object, refuse
+from services.gateway.speech.check import MAX_ARGUMENTS_BYTES, Function, json_object
 from services.gateway.speech.profile import Profile
+from services.gateway.validate import bad
 
 _ALWAYS = frozenset({"system", "user", "assistant", "tool"})
 _REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
@@ -42,7 +43,7 @@ def _role(role: str, index: int, profile: Profile) -> str:
     if role == "developer" and not profile.names("developer"):
         return "system"
     if role not in _ALWAYS and not profile.names(role):
-        raise refuse(f"messages[{index}].role", f"the model knows no role {role!r}")
+        raise bad(f"messages[{index}].role", f"the model knows no role {role!r}")
     return role
 
 

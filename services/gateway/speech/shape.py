@@ -14,11 +14,12 @@ from typing import Any
 
 from kvmesh.proto.v1 import inference_pb2 as pb
 from services.gateway.speech import check, conversation
-from services.gateway.speech.check import Function, refuse
+from services.gateway.speech.check import Function
 from services.gateway.speech.grammar import Grammar
 from services.gateway.speech.profile import Profile
 from services.gateway.speech.reader import MakeReader, Reading, prompt_digest
 from services.gateway.tokenizers import ModelTokenizer
+from services.gateway.validate import bad
 
 _FORCED = (pb.ToolChoice.MODE_REQUIRED, pb.ToolChoice.MODE_NAMED)
 # Schemas in one grammar.
@@ -91,11 +92,11 @@ class Shape:
         answer = grammar.answer(self.form) if self.form is not None else None
         if self.form is not None and answer is None:
             if self.functions:
-                raise refuse("grammar", "a lark grammar cannot go with tools")
+                raise bad("grammar", "a lark grammar cannot go with tools")
             return None
         if self.forced:
             if self.form is not None:
-                raise refuse("grammar", "cannot go with a tool_choice that must call")
+                raise bad("grammar", "cannot go with a tool_choice that must call")
             start = grammar.calls(self.functions, many=self.parallel, exact=exact)
         elif self.functions and answer is not None:
             calls = grammar.calls(self.functions, many=self.parallel, exact=exact, marked=True)
@@ -120,7 +121,7 @@ def shape(request: pb.ChatRequest, tokenizer: ModelTokenizer) -> Shape:
     calls = check.check_calls(request.messages)
     last = request.messages[-1]
     if request.continue_final_message and (last.role != "assistant" or last.tool_calls):
-        raise refuse("continue_final_message", "the last message must be an assistant's, without tool calls")
+        raise bad("continue_final_message", "the last message must be an assistant's, without tool calls")
     forced = request.tool_choice.mode in _FORCED
     messages = conversation.template_messages(request.messages, calls, profile)
     tools = None
