@@ -62,9 +62,10 @@ def _place(file: str, redis_url: str, password_file: str, ca_file: str, cluster:
             raise Unavailable(f"Redis: {error}") from None
         watch = asyncio.create_task(store.watch())
         try:
-            await store.checked.wait()
-            if not store.ok:
-                raise Unavailable("Redis does not answer")
+            try:
+                await asyncio.wait_for(store.up.wait(), CONNECT_S)
+            except TimeoutError:
+                raise Unavailable("Redis does not answer") from None
             yield RedisRing(store)
         finally:
             watch.cancel()

@@ -282,10 +282,11 @@ def redis_url() -> Iterator[str]:
     server.terminate()
 
 
-def test_keys_in_redis(redis_url: str) -> None:
+def test_keys_in_redis(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmesh.cli.keys.CONNECT_S", 60.0)
     place = ("--redis-url", redis_url)
     made = kvmesh("create", "--tenant", "acme", "--name", "ci", "--expires", "90d", *place)
-    assert made.exit_code == 0
+    assert made.exit_code == 0, said(made)
     assert kvmesh("create", "--tenant", "other", "--name", "ci", *place).exit_code == 0
     assert kvmesh("rotate", "ci", *place).exit_code == 1, "of two tenants"
     rotated = kvmesh("rotate", "ci", "--tenant", "acme", "--grace", "0", *place)
@@ -297,7 +298,8 @@ def test_keys_in_redis(redis_url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "nonsense"])
-def test_a_redis_that_is_not_there(url: str) -> None:
+def test_a_redis_that_is_not_there(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmesh.cli.keys.CONNECT_S", 0.05)
     done = kvmesh("list", "--redis-url", url)
     assert (done.exit_code, done.stdout) == (1, "")
     assert "Redis" in done.stderr

@@ -40,8 +40,7 @@ async def connected(url: str, timeout_s: float = 5.0) -> AsyncIterator[RedisStor
     watch = asyncio.create_task(store.watch())
     try:
         async with asyncio.timeout(LIMIT_S):
-            await store.checked.wait()
-        assert store.ok
+            await store.up.wait()
         yield store
     finally:
         watch.cancel()
