@@ -77,6 +77,14 @@ def test_plan_starts_router_then_sidecars_then_engines_and_gateway(tmp_path: Pat
     assert plan.gateway_address == "127.0.0.1:7002"
 
 
+def test_processes_of_the_gateway_are_a_setting(tmp_path: Path) -> None:
+    for count, expected in ((1, []), (3, ["--processes=3"])):
+        options = MeshOptions(gateway_processes=count)
+        plan = plan_mesh(options, tmp_path, free_port=itertools.count(9000).__next__)
+        gateway = next(spec for spec in plan.specs if spec.name == "gateway")
+        assert [flag for flag in gateway.argv if flag.startswith("--processes")] == expected
+
+
 def test_no_cache_turns_every_cache_of_answers_off(tmp_path: Path) -> None:
     for cache, expected in ((True, set()), (False, {"--cache=off", "--embedder=none"})):
         plan = plan_mesh(MeshOptions(cache=cache), tmp_path, free_port=itertools.count(9000).__next__)
