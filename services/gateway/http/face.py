@@ -204,12 +204,15 @@ class Face:
                 ident = prompt_id(run.exchange.request_id, index)
                 await self._one(run, principal, asked[index], callers[index], ident)
 
+        first: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for index in range(len(asked)):
                     group.create_task(one(index))
-        except* KvmeshError as failed:
-            raise failed.exceptions[0] from None
+        except BaseExceptionGroup as failed:
+            first = failed.exceptions[0]
+        if first is not None:
+            raise first
 
     # --- the small ones
     async def embed(self, exchange: Exchange) -> None:

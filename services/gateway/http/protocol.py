@@ -98,8 +98,6 @@ class Connection(TlsAwareProtocol):
         self._head_since = None
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop(429, "Too many requests at once on one connection.", "too_many_pipelined")
-        if len([1 for name, _ in self.headers if name in (b"content-length", b"host")]) > 2:
-            self._stop(400, "The request is not valid HTTP.", "invalid_http")
         super().on_headers_complete()
         if self._until and self.loop.time() >= self._until:
             self.cycle.keep_alive = False
