@@ -7,9 +7,10 @@ import json
 import struct
 from typing import Any
 
+import openai
 import pytest
 
-from gateway_fakes import EOS, MODEL
+from gateway_fakes import EOS, MODEL, WAIT_S
 from gateway_world import World
 from http_world import CHAT, Reply, chat, events, post, start_http, text_of
 from kvmesh.proto.v1 import engine_pb2
@@ -259,6 +260,31 @@ async def test_messages_of_all_kinds(world: World) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     reply = await post(url, CHAT, chat(messages=messages, tools=tools, tool_choice="none"))
     assert reply.status == 200, reply.body
+
+
+async def test_calls_of_tools_streamed_and_whole(world: World) -> None:
+    said = 'Let me look.<tool_call>\n{"name": "look", "arguments": {"where": "Zürich"}}\n</tool_call>'
+    await world.worker(text=said)
+    url = await start_http(world)
+    parameters = {"type": "object", "properties": {"where": {"type": "string"}}}
+    tools: Any = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+    body = (await post(url, CHAT, chat(tools=tools))).json()
+    (choice,) = body["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["type"], call["function"]["name"]) == ("function", "look")
+    assert json.loads(call["function"]["arguments"]) == {"where": "Zürich"}
+    assert choice["message"]["content"] == "Let me look."
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as http:
+        messages: Any = chat()["messages"]
+        async with http.chat.completions.stream(model=MODEL, messages=messages, tools=tools) as stream:
+            final = await stream.get_final_completion()
+    message = final.choices[0].message
+    assert final.choices[0].finish_reason == "tool_calls"
+    assert message.content == "Let me look."
+    assert message.tool_calls is not None
+    assert message.tool_calls[0].function.arguments == call["function"]["arguments"]
+    assert message.tool_calls[0].id
 
 
 async def test_details_only_where_they_are_asked_for(world: World) -> None:
