@@ -20,6 +20,9 @@ from services.gateway.routers import Replica
 from services.gateway.speech.reader import MakeReader
 from services.gateway.tokenizers import ModelTokenizer
 
+# What ran before goes ahead on its next worker too, of whatever priority it is: more than all priorities differ by.
+AHEAD = 1000
+
 
 def inner_salt(tenant: str, salt: str) -> str:
     """Cache salt of every inner hop: the tenant's and the client's in one, "" only for tenant local without a salt.
@@ -171,7 +174,7 @@ class Job:
             ttft_ms=max(1, ttft_ms),
             total_ms=max(1, total_ms),
             cache_salt=inner_salt(self.tenant, self.cache_salt),
-            priority=self.priority,
+            priority=self.priority + (AHEAD if share.again else 0),
             first_choice=share.first_choice,
         )
 

@@ -137,6 +137,7 @@ async def test_lost_at_every_token(world: World, pair: Any) -> None:
         assert list(again.token_ids) == list(old[lost_at].token_ids) + whole[:lost_at]
         assert (again.attempt, again.prompt_len, again.first_choice) == (1, len(old[lost_at].token_ids), 0)
         assert again.sampling == old[lost_at].sampling
+        assert again.priority > old[lost_at].priority
         route = routes[again.request_id]
         assert list(route.exclude_workers) == ["first"]
         assert (route.no_flight, route.cache) == (True, pb.CACHE_MODE_OFF)
