@@ -26,11 +26,13 @@ from kvmesh.rpc.status import is_retryable, row
 from kvmesh.telemetry import metrics, names, tracing
 from services.gateway.decision import Decision, NoWorker, Placed
 from services.gateway.demux import Key
-from services.gateway.heals import MAX_DOUBLINGS, Heals
+from services.gateway.heals import Heals
 from services.gateway.inbox import Inbox, SlowReader
 from services.gateway.job import Job, Progress, Share
 from services.gateway.output import Output
 from services.gateway.placement import Placer
+from services.gateway.placings import Placings
+from services.gateway.report import report
 from services.gateway.routers import Routers
 from services.gateway.sink import End, Ended, RequestSettings, Sink, SinkClosed, Timers, out_of_time
 
@@ -38,8 +40,6 @@ log = logging.getLogger(__name__)
 
 # All choices were cut by stop strings: the worker's own end brings its figures, but nobody should wait for it.
 END_WAIT_S = 1.0
-# Before a worker that has just failed a request is asked again; doubled with each failure.
-AGAIN_S = 0.1
 # A request that loses worker after worker, though each gives it tokens, may be what kills them.
 MAX_LOSSES = 32
 
@@ -90,7 +90,7 @@ class Generation:
         for choice, token_ids in (resume or {}).items():
             end = (ended or {}).get(choice, Ended(pb.FINISH_REASON_UNSPECIFIED))
             self._output.restore(choice, token_ids, end.finish, end.stop_reason)
-        self._placing: dict[asyncio.Task[Placed], Share] = {}
+        self._placings = Placings(job, self._progress, placer, heals, self._wake)
         self._parts: dict[Key, Placed] = {}
         self._worker = self._model = ""
         self._worker_end = engine_pb2.WorkerFinished()
@@ -114,8 +114,7 @@ class Generation:
         if self.error is not None:
             return
         self.error = error
-        for task in self._placing:
-            task.cancel()
+        self._placings.cancel()
         for placed in list(self._parts.values()):
             placed.inbox.fail(error)
         self._wake.set()
@@ -126,9 +125,7 @@ class Generation:
         """Free everything: timers, placings, attempts. Idempotent; `run` does it at its end."""
         if self._timers is not None:
             self._timers.cancel()
-        for task in self._placing:
-            _abandon(task)
-        self._placing.clear()
+        self._placings.close()
         for placed in list(self._parts.values()):
             self._release(placed)
         # Nothing that is over refers in circles: buffers go with the request, not with the next collection.
@@ -185,10 +182,10 @@ class Generation:
             raise Internal(f"internal error ({type(exc).__name__})") from exc
         finally:
             self.close()
-            self._report(code, answer)
+            report(self._routers, self._job, self._progress, self.usage, self.served, code, answer, self._lead)
 
     async def _run(self) -> End:
-        self._begin(self._shares(self._output.unfinished), self._decision)
+        self._place(self._shares(self._output.unfinished), self._decision)
         while not self._over():
             await self._pause()
             if self.error is not None:
@@ -264,35 +261,9 @@ class Generation:
             turned_away=turned_away,
         )
 
-    def _begin(self, shares: Sequence[Share], decision: Decision | None = None) -> None:
+    def _place(self, shares: Sequence[Share], decision: Decision | None = None) -> None:
         for share in shares:
-            task = asyncio.create_task(self._place(share, decision), name="place")
-            task.add_done_callback(self._placed)
-            self._placing[task] = share
-
-    def _placed(self, _: asyncio.Task[Placed]) -> None:
-        self._wake.set()
-
-    async def _place(self, share: Share, decision: Decision | None) -> Placed:
-        make = functools.partial(self._inbox, share)
-        if not share.again:
-            return await self._placer.place(self._job, self._progress, share, make, decision=decision)
-        pace = functools.partial(self._heals.turn, share.failures + share.turned_away)
-        until = self._loop.time() + self._heals.wait_s
-        while True:
-            try:
-                return await self._placer.place(self._job, self._progress, share, make, pace=pace)
-            except NoWorker:
-                # A stream that has output waits for a worker to come; one without is better sent again.
-                if not share.heal:
-                    raise
-                while not self._placer.serves(self._job, self._progress, share):
-                    if self._placer.serves(self._job, Progress(), share):
-                        # There is nobody but who failed it already: a moment later it may be ready again.
-                        await asyncio.sleep(AGAIN_S * 2.0 ** min(share.failures, MAX_DOUBLINGS))
-                        self._progress.excluded.clear()
-                    elif not await self._heals.wait_changed(until - self._loop.time()):
-                        raise
+            self._placings.begin(share, functools.partial(self._inbox, share), decision)
 
     def _inbox(self, share: Share) -> Inbox:
         return Inbox(
@@ -305,10 +276,9 @@ class Generation:
 
     async def _collect(self) -> None:
         """Take the placings that are done."""
-        for task in [task for task in self._placing if task.done()]:
-            share = self._placing.pop(task)
+        for share, result in self._placings.done():
             try:
-                placed = task.result()
+                placed = result()
             except KvmeshError as error:
                 self._unplaced(share, error)
                 continue
@@ -346,7 +316,7 @@ class Generation:
         # What a worker refused, the placer has counted.
         left = share.failures < self._settings.max_attempts
         if share.heal and left and is_retryable(error) and not isinstance(error, NoWorker):
-            self._begin([share])
+            self._place([share])
             return
         metrics.counter(names.GATEWAY_HEALS).labels("failed").inc()
         if self._loss is not None and (share.heal or isinstance(error, Unavailable)):
@@ -456,43 +426,4 @@ class Generation:
             names.ATTR_REPLAYED_TOKENS: sum(len(self._output.tokens(choice)) for choice in choices),
         }
         trace.get_current_span().add_event("worker lost", attributes)
-        self._begin(self._shares(choices, failures, turned_away))
-
-    # --- the report
-    def _report(self, code: int, answer: router_pb2.CachedAnswer | None) -> None:
-        progress = self._progress
-        if not progress.decision_id or progress.decided_by is None:
-            return
-        served = self.served
-        self._routers.report(
-            router_pb2.ReportRequest(
-                decision_id=progress.decision_id,
-                request_id=self._job.inner_id,
-                code=code,
-                usage=self.usage,
-                decode_worker=served.decode_worker,
-                prefill_worker=served.prefill_worker,
-                answer=answer,
-                ttft_ms=served.ttft_ms,
-                total_ms=served.total_ms,
-                failures=progress.failures,
-                flight=self._lead,
-            ),
-            self._job.tenant,
-            progress.decided_by,
-        )
-
-
-def _abandon(task: asyncio.Task[Placed]) -> None:
-    """End a placing whose result nobody takes; an attempt that a worker has just accepted is aborted there.
-
-    The task may be done already: the generation can be cancelled in the very step in which its result arrives.
-    """
-    task.cancel()
-
-    def late(done: asyncio.Task[Placed]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            placed = done.result()
-            placed.link.release(placed.key, abort=True)
-
-    task.add_done_callback(late)
+        self._place(self._shares(choices, failures, turned_away))
