@@ -10,7 +10,6 @@ from kvmesh.config import GatewaySettings, load_settings
 from kvmesh.rpc.server import ServerOptions
 from kvmesh.rpc.service import run_service
 from kvmesh.telemetry import setup_logs
-from services.gateway.app import build
 from services.gateway.processes.child import Child
 from services.gateway.processes.parent import Parent, child_settings
 
@@ -31,6 +30,9 @@ def main() -> int:
     if child is None and settings.processes > 1:
         setup_logs(settings.service, instance=settings.instance_name, level=settings.log_level, fmt=settings.log_format)
         return asyncio.run(_parent(settings))
+    # The parent has no need of all that.
+    from services.gateway.app import build
+
     return run_service(
         GatewaySettings,
         functools.partial(build, child=child),
