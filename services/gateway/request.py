@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 # A client that does not even take the error of a request that was ended is cut off after this.
 STALL_GRACE_S = 5.0
+# For the tokenizer of another model of an alias, the first time that it is needed.
+REMAKE_S = 5.0
 
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
@@ -174,8 +176,9 @@ class Request:
         make = job.reader
         if model != job.served and job.messages and job.remake is not None:
             # One that nobody serves any more is read with the marks that we know.
-            with suppress(KvmeshError):
-                make = (await job.remake(model)).reader
+            with suppress(KvmeshError, TimeoutError):
+                async with asyncio.timeout(REMAKE_S):
+                    make = (await job.remake(model)).reader
         return make() if make is not None else None
 
     async def prompt(self, event: pb.PromptScored) -> None:
