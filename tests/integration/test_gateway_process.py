@@ -165,6 +165,7 @@ async def test_sigterm_lets_running_streams_end_whole_and_refuses_new_ones(pair:
     ("flags", "problem"),
     [
         ({"model": "no-such-model"}, "no-such-model"),
+        ({"model": "no-such-model", "processes": "2"}, "no-such-model"),
         ({"credentials_file": "/nonexistent/keys.toml"}, "mesh_token_file"),
         ({"credentials_file": "/nonexistent/keys.toml", "mesh_token_file": "{token}"}, "No such file"),
         ({"ttft_limit_s": "-1"}, "ttft-limit-s"),

@@ -11,12 +11,9 @@ import contextlib
 import json
 import logging
 import os
-import secrets
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +26,9 @@ from kvmesh.rpc.tasks import cancel_and_wait
 from kvmesh.telemetry import metrics
 from kvmesh.telemetry.multiprocess import VARIABLE as METRICS_VARIABLE
 from kvmesh.telemetry.multiprocess import Together
-from services.gateway.processes.child import TOKEN_FILE, Child
+from services.gateway.processes.child import Child
 from services.gateway.processes.ports import HeldPort
+from services.gateway.processes.runtime import METRICS, runtime_folder
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +78,10 @@ class Parent:
     async def run(self) -> int:
         """Hold the ports, run the processes, end them."""
         settings = self._settings
-        runtime = Path(tempfile.mkdtemp(prefix="kvmesh-gateway-"))
         exporter: metrics.MetricsServer | None = None
         with contextlib.ExitStack() as stack:
-            stack.callback(shutil.rmtree, runtime, ignore_errors=True)
             try:
+                runtime = stack.enter_context(runtime_folder())
                 shared = {
                     name: stack.enter_context(contextlib.closing(HeldPort(address))).address
                     for name, address in (
@@ -94,16 +91,13 @@ class Parent:
                     )
                     if address
                 }
-                values = runtime / "metrics"
-                values.mkdir()
-                self._together = Together(values, lambda: [process.pid for process in self._processes if process.pid])
+                self._together = Together(
+                    runtime / METRICS, lambda: [process.pid for process in self._processes if process.pid]
+                )
                 exporter = metrics.start_http(settings.metrics_listen, self._together.registry)
             except (KvmeshError, OSError) as exc:
                 log.error("cannot run: %s", exc)
                 return 1
-            token = runtime / TOKEN_FILE
-            token.touch(mode=0o600)
-            token.write_text(secrets.token_urlsafe(32) + "\n")
             self._handle_signals()
             keepers = [
                 asyncio.create_task(self._keep(process, runtime, shared), name=f"process {process.index}")
@@ -115,6 +109,9 @@ class Parent:
                 await cancel_and_wait(*keepers)
                 if exporter is not None:
                     exporter.close()
+
+    def _pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid]
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -185,7 +182,7 @@ class Parent:
                 *(sys.executable, "-m", "services.gateway"),
                 *self._argv,
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, **child.environment(), METRICS_VARIABLE: str(child.runtime / "metrics")},
+                env={**os.environ, **child.environment(), METRICS_VARIABLE: str(child.runtime / METRICS)},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
