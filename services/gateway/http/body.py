@@ -16,6 +16,9 @@ INLINE_BYTES = 64 * 1024
 READING_BYTES = 256 << 20
 # Of free-form parts, such as schemas.
 MAX_DEPTH = 100
+MAX_NODES = 65_536
+MAX_OBJECTS = 16_384
+MAX_NAMES = 4096
 
 
 class Reading:
@@ -110,7 +113,7 @@ def parse_json(raw: bytes) -> Any:
     except UnicodeDecodeError as exc:
         raise _bad(f"The body is not valid UTF-8 (byte {exc.start}).") from None
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        value = json.loads(text, object_pairs_hook=_Objects(), parse_constant=_constant)
         if "\\ud" in text or "\\uD" in text:
             # Half a surrogate pair is no text: nothing behind here could carry it.
             json.dumps(value, ensure_ascii=False).encode()
@@ -126,31 +129,44 @@ def parse_json(raw: bytes) -> Any:
     return value
 
 
-def check_depth(value: Any, field: str) -> None:
-    """InvalidArgument for a free-form value that is nested deeper than `MAX_DEPTH`."""
-    level = [value]
+def check_free_form(value: Any, field: str) -> None:
+    """InvalidArgument for a free-form value that is nested deeper than `MAX_DEPTH` or has more than `MAX_NODES` values:
+    no more than that is ever allowed in text either."""
+    level, nodes = [value], 1
     for _ in range(MAX_DEPTH):
         deeper: list[Any] = []
         for item in level:
-            if isinstance(item, dict):
-                deeper.extend(child for child in item.values() if isinstance(child, dict | list))
-            elif isinstance(item, list):
-                deeper.extend(child for child in item if isinstance(child, dict | list))
+            nodes += len(item)
+            if nodes > MAX_NODES:
+                raise InvalidArgument(f"{field}: is too large", details={"field": field})
+            children = item.values() if isinstance(item, dict) else item
+            deeper.extend(child for child in children if isinstance(child, dict | list))
         if not deeper:
             return
         level = deeper
     raise InvalidArgument(f"{field}: is nested too deeply", details={"field": field})
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise _bad(f"The body has the name {name[:64]!r} twice in one object.")
-            seen.add(name)
-    return value
+class _Objects:
+    """Takes each object as it is parsed; a body is no place for a million of them."""
+
+    def __init__(self) -> None:
+        self._left = MAX_OBJECTS
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        self._left -= 1
+        if self._left < 0:
+            raise _bad(f"The body has more than {MAX_OBJECTS} objects.")
+        if len(pairs) > MAX_NAMES:
+            raise _bad(f"The body has an object of more than {MAX_NAMES} names.")
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            seen: set[str] = set()
+            for name, _ in pairs:
+                if name in seen:
+                    raise _bad(f"The body has the name {name[:64]!r} twice in one object.")
+                seen.add(name)
+        return value
 
 
 def _constant(name: str) -> NoReturn:

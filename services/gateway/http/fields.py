@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -14,6 +15,8 @@ Uint32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 Name = Annotated[str, Field(max_length=256)]
+
+UNRECOGNIZED = "Unrecognized request argument supplied"
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -31,35 +34,69 @@ TEXT_OR_LIST = Discriminator(_text_or_list)
 NAME_OR_OBJECT = Discriminator(_name_or_object)
 TEXT, LIST, OBJECT = Tag("<string>"), Tag("<array>"), Tag("<object>")
 
-Stop = Annotated[Annotated[str, TEXT] | Annotated[list[str], Field(max_length=16), LIST], TEXT_OR_LIST]
+Stop = Annotated[Annotated[str, TEXT] | Annotated[list[str], Field(max_length=16, fail_fast=True), LIST], TEXT_OR_LIST]
 
 
 class Part(BaseModel):
     """Of a body: no field but those named, and no type but those named."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+    # An error for each unknown name could be a million errors: `check` looks for the first one instead.
+    model_config = ConfigDict(
+        strict=True,
+        extra="ignore",
+        hide_input_in_errors=True,
+        json_schema_extra={"additionalProperties": False},
+    )
 
 
 def check(model: type[M], value: Any) -> M:
-    """A body's model; InvalidArgument with the first thing that is wrong, `param` naming it."""
+    """A body's model; InvalidArgument with the first thing that is wrong, `param` naming it.
+
+    Lists stop at their first error: what a stranger sends must not become a million of them.
+    """
+    if isinstance(value, dict):
+        # Before all else: an unknown name may be what makes others look missing.
+        _only_known(value, model, "")
     try:
-        return model.model_validate(value)
+        made = model.model_validate(value)
     except ValidationError as exc:
-        found = exc.errors(include_url=False, include_context=True)
-        # An unknown field may be what makes others look wrong or missing; the client should hear of it first.
-        first = next((error for error in found if error["type"] == "extra_forbidden"), found[0])
-        raise _told(first) from None
+        raise _told(exc.errors(include_url=False, include_context=True)[0]) from None
+    _only_known_within(made, value, "")
+    return made
+
+
+def _only_known(value: Mapping[str, Any], model: type[BaseModel], path: str) -> None:
+    known = _names(model)
+    for name in value:
+        if name not in known:
+            field = f"{path}.{name}" if path else name
+            text = f"Unknown parameter: '{field[:120]}'." if path else f"{UNRECOGNIZED}: {field[:120]}"
+            raise _bad(field, text, "unknown_parameter")
+
+
+def _only_known_within(made: BaseModel, value: Mapping[str, Any], path: str) -> None:
+    for name, field in type(made).model_fields.items():
+        inner = getattr(made, name)
+        alias = field.alias or name
+        here = f"{path}.{alias}" if path else alias
+        if isinstance(inner, BaseModel):
+            _only_known(value[alias], type(inner), here)
+            _only_known_within(inner, value[alias], here)
+        elif isinstance(inner, list) and inner and isinstance(inner[0], BaseModel):
+            for index, (one, raw) in enumerate(zip(inner, value[alias], strict=True)):
+                _only_known(raw, type(one), f"{here}[{index}]")
+                _only_known_within(one, raw, f"{here}[{index}]")
+
+
+@functools.cache
+def _names(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 def _told(error: Any) -> InvalidArgument:
     path = _path(error["loc"])
     kind, context, value = error["type"], error.get("ctx", {}), error.get("input")
     shown = path[:120]
-    if kind == "extra_forbidden":
-        text = f"Unrecognized request argument supplied: {shown}"
-        if "." in path or "[" in path:
-            text = f"Unknown parameter: '{shown}'."
-        return _bad(path, text, "unknown_parameter")
     if kind == "missing":
         return _bad(path, f"Missing required parameter: '{shown}'.", "missing_required_parameter")
     if kind == "literal_error":

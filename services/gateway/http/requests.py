@@ -23,6 +23,8 @@ from services.gateway.http.fields import (
 MAX_PROMPTS = 128
 # Longer than any model's context.
 MAX_TOKEN_IDS = 1 << 20
+# Of one message.
+MAX_PARTS = 1024
 
 ShortText = Annotated[str, Field(max_length=128)]
 Ident = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
@@ -81,13 +83,13 @@ class Generate(Part):
     repetition_penalty: Number | None = Field(default=None, gt=0, le=10)
     min_tokens: Uint32 | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[Uint32] | None = Field(default=None, max_length=64)
+    stop_token_ids: list[Uint32] | None = Field(default=None, max_length=64, fail_fast=True)
     regex: str | None = Field(default=None, description="The output matches it as a whole.")
     guided_regex: str | None = None
     grammar: str | None = Field(default=None, description="In the Lark dialect of llguidance.")
     guided_grammar: str | None = None
     guided_json: Annotated[Annotated[str, TEXT] | Annotated[dict[str, Any], OBJECT], NAME_OR_OBJECT] | None = None
-    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
+    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024, fail_fast=True)
     request_id: Ident | None = Field(default=None, description="To abort by; default the x-request-id header's.")
     cache: Cache | None = None
     cache_control: CacheControl | None = None
@@ -129,9 +131,15 @@ class Message(Part):
     """Of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Annotated[str, TEXT] | Annotated[list[ContentPart], LIST], TEXT_OR_LIST] | None = None
+    content: (
+        Annotated[
+            Annotated[str, TEXT] | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), LIST],
+            TEXT_OR_LIST,
+        ]
+        | None
+    ) = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=128, fail_fast=True)
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -192,12 +200,12 @@ ToolMode = Annotated[Literal["none", "auto", "required"], TEXT]
 class Chat(Generate):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=1024)
+    messages: list[Message] = Field(min_length=1, max_length=1024, fail_fast=True)
     max_completion_tokens: Uint32 | None = Field(default=None, ge=1, description="Goes before max_tokens.")
     logprobs: bool | None = None
     top_logprobs: Uint32 | None = Field(default=None, le=20, description="Needs logprobs.")
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=128)
+    tools: list[Tool] | None = Field(default=None, max_length=128, fail_fast=True)
     tool_choice: Annotated[ToolMode | Annotated[NamedTool, OBJECT], NAME_OR_OBJECT] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(default=None, description="For templates that know it.")
@@ -206,14 +214,14 @@ class Chat(Generate):
     add_generation_prompt: bool | None = None
     # Known, and of no consequence here
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, str] | None = Field(default=None, max_length=16)
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     verbosity: str | None = None
     # Known, and not served: they would change the answer
-    modalities: list[str] | None = None
+    modalities: list[str] | None = Field(default=None, max_length=16)
     audio: Any = None
     prediction: Any = None
     web_search_options: Any = None
@@ -221,7 +229,7 @@ class Chat(Generate):
     function_call: Any = None
 
 
-TokenIds = Annotated[list[Uint32], Field(max_length=MAX_TOKEN_IDS)]
+TokenIds = Annotated[list[Uint32], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 
 
 def _prompt_tag(value: Any) -> str:
@@ -237,9 +245,9 @@ class Completion(Generate):
 
     prompt: Annotated[
         Annotated[str, TEXT]
-        | Annotated[list[str], LIST]
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), LIST]
         | Annotated[TokenIds, Tag("<tokens>")]
-        | Annotated[list[TokenIds], Tag("<token arrays>")],
+        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<token arrays>")],
         Discriminator(_prompt_tag),
     ]
     max_tokens: Uint32 | None = Field(default=None, description="Default 16; 0 only with echo.")
@@ -253,7 +261,7 @@ class Embeddings(Part):
     """Body of POST /v1/embeddings."""
 
     model: Name
-    input: Annotated[Annotated[str, TEXT] | Annotated[list[Any], LIST], TEXT_OR_LIST]
+    input: Annotated[Annotated[str, TEXT] | Annotated[list[Any], Field(max_length=256), LIST], TEXT_OR_LIST]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Uint32 | None = None
     user: ShortText | None = None
@@ -264,8 +272,8 @@ class Tokenize(Part):
 
     model: Name
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=1024)
-    tools: list[Tool] | None = Field(default=None, max_length=128)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=1024, fail_fast=True)
+    tools: list[Tool] | None = Field(default=None, max_length=128, fail_fast=True)
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvmesh.proto.v1 import inference_pb2 as pb
 from services.gateway.http import requests as http
-from services.gateway.http.body import check_depth
+from services.gateway.http.body import check_free_form
 from services.gateway.http.errors import Renamed
 from services.gateway.http.fields import refuse
 
@@ -93,7 +93,7 @@ def _grammar(body: http.Generate, form: http.ResponseFormat | None, sampling: pb
 
 
 def _json(value: Any, field: str) -> str:
-    check_depth(value, field)
+    check_free_form(value, field)
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -301,8 +301,6 @@ def prompts(body: http.Completion) -> Sequence[str | list[int]]:
         raise refuse("prompt", "prompt: is empty", "invalid_value")
     if isinstance(given[0], int):
         return [given]
-    if len(given) > http.MAX_PROMPTS:
-        raise refuse("prompt", f"prompt: at most {http.MAX_PROMPTS} prompts are allowed", "invalid_value")
     return list(given)
 
 
@@ -312,8 +310,6 @@ def embed_request(body: http.Embeddings) -> pb.EmbedRequest:
     if body.dimensions is not None:
         raise refuse("dimensions", "dimensions: this model's vectors have one size only")
     texts = [body.input] if isinstance(body.input, str) else body.input
-    if len(texts) > 256:
-        raise refuse("input", "input: at most 256 texts are allowed", "array_above_max_length")
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise refuse(f"input[{index}]", f"input[{index}]: must be a string; arrays of tokens are not served")

@@ -112,6 +112,12 @@ BODIES: list[tuple[bytes, str]] = [
     (b'{"a": "\\ud800"}', "surrogate"),
     (b'{"a": ' + b"9" * 5000 + b"}", "too long"),
     (b"[" * 100_000, "nested too deeply"),
+    (json.dumps({str(index): 1 for index in range(5000)}).encode(), "more than 4096 names"),
+    (b'{"a": [' + b"{}," * 17_000 + b"{}]}", "more than 16384 objects"),
+    (json.dumps(chat(messages=OK * 1025)).encode(), "at most 1024"),
+    (json.dumps(chat(messages=[1] * 1000)).encode(), "'messages[0]': expected an object"),
+    (json.dumps(chat(tools=[{"type": "function", "function": {"name": "f", "zz": 1}}])).encode(), "function.zz"),
+    (json.dumps(chat(guided_json={"enum": list(range(70_000))})).encode(), "too large"),
     (b'{"a":' * 50_000, "nested too deeply"),
     (json.dumps(chat(temperature=1)).encode().replace(b'"temperature": 1', b'"temperature": 1e999'), "finite"),
 ]
