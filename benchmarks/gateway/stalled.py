@@ -1,9 +1,9 @@
 """One reader that stalls among 200 streams of 10 tokens/s: what the others notice of it.
 
-Runs without and with it alternate. It asks for the log-probabilities of many tokens at each position and never reads:
-what it is sent fills its small window, then the gateway's buffers, and once they are full too it is cut, alone. The
-others must end whole, and the p99 of their time between tokens rises by 10 ms at most, in the median of the pairs. The
-floor is the scripted interval.
+Runs without and with it alternate. It asks for four choices with the log-probabilities of 20 tokens at each position
+and never reads: what it is sent fills its small window, then the gateway's buffers, and once they are full too it is
+cut, alone. The others must end whole, and the p99 of their time between tokens rises by 10 ms at most, in the median of
+the pairs. The floor is the scripted interval.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 
 GOAL_MS = 10.0
 WINDOW_BYTES = 16_384
+CHOICES = 4
 
 
 @contextlib.asynccontextmanager
@@ -47,22 +48,28 @@ async def stalled(face: str, address: str, model: str, tokens: int) -> AsyncIter
                 pb.GenerateRequest(
                     model=model,
                     text="stalled",
-                    sampling=pb.SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=20),
+                    sampling=pb.SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=20, n=CHOICES),
                 )
             )
             await call.read()
             yield
             call.cancel()
         return
-    body = json.dumps(
-        {"model": model, "prompt": "stalled", "max_tokens": tokens, "stream": True, "logprobs": 5, "ignore_eos": True}
-    ).encode()
+    asked = {
+        "max_tokens": tokens,
+        "stream": True,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "n": CHOICES,
+        "ignore_eos": True,
+    }
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "stalled"}], **asked}).encode()
     host, _, port = address.rpartition(":")
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, WINDOW_BYTES)
         sock.connect((host, int(port)))
         sock.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n".encode()
             + body
         )
