@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 from collections.abc import Callable
@@ -125,7 +126,9 @@ async def test_pipelined_requests_are_answered_in_order_and_bounded(world: World
     silent(worker)
     for _ in range(50):
         wire.post(CHAT, chat())
-    await wire.rest()
+    # Cut off in the middle of what it sends, it may see a reset.
+    with contextlib.suppress(ConnectionResetError):
+        await wire.rest()
     await world.until(world.idle)
 
 
