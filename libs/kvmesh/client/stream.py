@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
@@ -32,6 +33,8 @@ class Stream:
 
     What came so far is in `text`, `reasoning`, `tool_calls`, `finish_reason`, `usage` (of choice 0; `choice(i)` has the
     others'), in `accepted` and in `finished` or `error`.
+
+    One task reads; any may close.
     """
 
     def __init__(
@@ -50,7 +53,9 @@ class Stream:
         self._retry = retry
         self._timeout_s = timeout_s
         self._restart = restart
-        self._events: AsyncIterator[pb.GenerateEvent] | None = None
+        self._events: AsyncGenerator[pb.GenerateEvent, None] | None = None
+        self._call: Any = None
+        self._closed = False
         self._begun: float | None = None
         self._forget()
         self.restarts = 0
@@ -139,6 +144,8 @@ class Stream:
 
     async def __anext__(self) -> pb.GenerateEvent:
         if self._events is None:
+            if self._closed:
+                raise StopAsyncIteration
             self._events = self._traced()
         return await anext(self._events)
 
@@ -150,10 +157,14 @@ class Stream:
         self.raise_for_error()
 
     async def aclose(self) -> None:
-        """End the request if it still runs. Idempotent."""
-        closing: Any = self._events
-        if closing is not None:
-            await closing.aclose()
+        """End the request if it still runs. Idempotent. Where another task is reading, that one gets Cancelled."""
+        self._closed = True
+        if self._events is None:
+            return
+        if not self._events.ag_running:
+            await self._events.aclose()
+        elif self._call is not None:
+            self._call.cancel()
 
     async def __aenter__(self) -> Stream:
         return self
@@ -161,7 +172,7 @@ class Stream:
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
-    async def _traced(self) -> AsyncIterator[pb.GenerateEvent]:
+    async def _traced(self) -> AsyncGenerator[pb.GenerateEvent, None]:
         self._begun = time.monotonic()
         span = tracing.start_span(
             names.SPAN_CLIENT_REQUEST,
@@ -178,8 +189,10 @@ class Stream:
                 return self._start(timeout_s)
 
         try:
-            async for event in self._attempts(start):
-                yield event
+            # Closed with this one, and not some time later by the collector of garbage.
+            async with aclosing(self._attempts(start)) as events:
+                async for event in events:
+                    yield event
         except KvmeshError as error:
             tracing.mark_failed(span, error.reason)
             raise
@@ -188,13 +201,15 @@ class Stream:
                 tracing.mark_failed(span, self.error.reason)
             span.end()
 
-    async def _attempts(self, start: Start) -> AsyncIterator[pb.GenerateEvent]:
+    async def _attempts(self, start: Start) -> AsyncGenerator[pb.GenerateEvent, None]:
         """Events of the first attempt that is accepted; of a further one where a restart is asked for and helps."""
         attempts = Attempts(self._retry, self._timeout_s)
         while True:
+            if self._closed:
+                raise Cancelled("the stream is closed")
             try:
                 # To be begun outside of `with`: a channel that is closed has no call to cancel.
-                call = start(attempts.timeout())
+                call = self._call = start(attempts.timeout())
                 with cancelling(call):
                     async for response in call:
                         event = response.event
@@ -215,7 +230,7 @@ class Stream:
             except asyncio.CancelledError:
                 if was_ours(asyncio.current_task()):
                     raise
-                raise Cancelled("the client was closed") from None
+                raise Cancelled(f"the {'stream' if self._closed else 'client'} was closed") from None
             if self.accepted is not None:
                 self.restarts += 1
             self._forget()

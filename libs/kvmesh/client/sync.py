@@ -122,7 +122,7 @@ class SyncStream:
         return event
 
     def close(self) -> None:
-        """End the request if it still runs."""
+        """End the request if it still runs. Where another thread is reading, that one gets Cancelled."""
         self._run(self.stream.aclose())
 
     def __enter__(self) -> SyncStream:
@@ -165,6 +165,9 @@ class SyncClient:
             coro.close()
             raise Cancelled("the client is closed") from None
         try:
+            if not self._end.alive:
+                # Another thread closes meanwhile: what comes after its last look at the tasks would never run.
+                future.cancel()
             return future.result()
         except (asyncio.CancelledError, concurrent.futures.CancelledError):
             raise Cancelled("the client was closed") from None

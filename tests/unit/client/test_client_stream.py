@@ -278,3 +278,33 @@ async def test_a_span_ends_with_its_error(gateway: Gateway, monkeypatch: pytest.
         with pytest.raises(InvalidArgument):
             await client.chat([("user", "x")]).result()
     assert marked == ["INVALID_ARGUMENT"]
+
+
+async def test_another_task_may_close_a_stream(gateway: Gateway) -> None:
+    """As the button beside an answer does. The reader is told, and the call ends."""
+
+    async def forever() -> None:
+        await asyncio.Event().wait()
+
+    gateway.scripts = [[accepted(), delta("A"), forever]]
+    async with Client(gateway.address) as client:
+        stream = client.chat([("user", "x")])
+        shown = asyncio.Event()
+
+        async def read() -> None:
+            async for event in stream:
+                if event.HasField("delta"):
+                    shown.set()
+
+        reading = asyncio.create_task(read())
+        await asyncio.wait_for(shown.wait(), 30)
+        await stream.aclose()
+        with pytest.raises(Cancelled, match="the stream"):
+            await asyncio.wait_for(reading, 30)
+        await asyncio.wait_for(gateway.ended.wait(), 30)
+        assert stream.text == "A"
+        # One that was closed before it was read asks nothing.
+        unread = client.chat([("user", "x")])
+        await unread.aclose()
+        assert [event async for event in unread] == []
+    assert len(gateway.requests) == 1

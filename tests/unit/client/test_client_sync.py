@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -81,6 +82,44 @@ async def test_closing_ends_the_calls_of_other_threads(gateway: Gateway) -> None
         client.models()
     with pytest.raises(Cancelled):
         client.chat([("user", "x")]).result()
+
+
+async def test_another_thread_may_close_a_stream(gateway: Gateway) -> None:
+    gateway.scripts = [[accepted(), forever]]
+    loop, reached = asyncio.get_running_loop(), asyncio.Event()
+    client = await asyncio.to_thread(SyncClient, gateway.address)
+    stream = client.chat([("user", "x")])
+
+    def wait() -> None:
+        next(stream)
+        loop.call_soon_threadsafe(reached.set)
+        next(stream)
+
+    waiting = asyncio.ensure_future(asyncio.to_thread(wait))
+    await asyncio.wait_for(reached.wait(), 30)
+    await asyncio.to_thread(stream.close)
+    with pytest.raises(Cancelled):
+        await asyncio.wait_for(waiting, 30)
+    await asyncio.wait_for(gateway.ended.wait(), 30)
+    await asyncio.to_thread(client.close)
+
+
+async def test_a_call_that_closing_overtakes_does_not_hang(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the client's state and the loop, another thread closes it: that loop runs no more."""
+    client = await asyncio.to_thread(SyncClient, gateway.address)
+    schedule = asyncio.run_coroutine_threadsafe
+
+    def late(coro: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", schedule)
+        client.close()
+        # Stopped, but not yet closed.
+        monkeypatch.setattr(loop, "_check_closed", lambda: None)
+        monkeypatch.setattr(loop, "_write_to_self", lambda: None)
+        return schedule(coro, loop)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", late)
+    with pytest.raises(Cancelled):
+        await asyncio.wait_for(asyncio.to_thread(client.models), 30)
 
 
 async def test_a_client_that_is_dropped_leaves_no_thread(gateway: Gateway) -> None:
