@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -153,8 +154,11 @@ async def hold(request: engine_pb2.SubmitRequest) -> None:
     """Accept and send a token."""
 
 
-def child(folder: Path, index: int) -> Child:
-    return Child(index=index, runtime=folder, control=-1, listen="")
+def child(folder: Path, index: int) -> tuple[Child, socket.socket]:
+    """One of two processes, and its parent's end of the line: it says that both have been ready."""
+    parent, control = socket.socketpair()
+    parent.send(b"all\n")
+    return Child(index=index, runtime=folder, control=control.detach(), listen=""), parent
 
 
 @pytest_asyncio.fixture
@@ -162,14 +166,19 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     folder = tmp_path_factory.mktemp("run")
     (folder / "token").write_text("sibling-token-0123\n")
     worlds = World(), World()
+    parents = []
     try:
         for index, (world, name) in enumerate(zip(worlds, (A, B), strict=True)):
             (await world.worker()).on_submit = hold
-            await world.start(static=True, gateway={"instance": name, "child": child(folder, index)})
+            made, parent = child(folder, index)
+            parents.append(parent)
+            await world.start(static=True, gateway={"instance": name, "child": made})
         yield Pair(*worlds, folder)
     finally:
         for world in worlds:
             await world.close()
+        for parent in parents:
+            parent.close()
 
 
 async def stop(world: World, request_id: str, **kwargs: Any) -> bool:

@@ -240,7 +240,7 @@ async def test_the_caller_s_deadline_counts(router: Router, monkeypatch: pytest.
     assert near is not None
 
     async def slow(texts: Sequence[str], timeout_s: float) -> list[Embedded]:
-        assert timeout_s <= 0.2
+        assert timeout_s < 1.0
         raise TimeoutError
 
     monkeypatch.setattr(near, "embed_whole", slow)
