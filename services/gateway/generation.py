@@ -200,7 +200,7 @@ class Generation:
         answer = self._output.answer(self._revision, len(self._job.token_ids)) if self._job.may_store else None
         if answer is not None:
             answer.model = self._model or self._job.served
-        return End(self.usage, self.served, self._output.finish_reasons, answer)
+        return End(self.usage, self.served, self._output.finish_reasons, answer, self._output.generated)
 
     def _over(self) -> bool:
         """True when every choice has ended, and the workers have said so or not in time.

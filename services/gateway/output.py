@@ -73,6 +73,11 @@ class Output:
         return sum(len(self._choices[index].token_ids) for index in self._chosen())
 
     @property
+    def generated(self) -> int:
+        """Tokens of all choices, whether they are returned or not."""
+        return sum(len(choice.token_ids) for choice in self._choices)
+
+    @property
     def finish_reasons(self) -> list[str]:
         """Finish reasons of the returned choices, as traces name them."""
         return [_REASONS[self._choices[index].finish] for index in self._chosen()]

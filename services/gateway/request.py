@@ -124,6 +124,8 @@ class Request:
         self._hold: Hold = NoHold()
         self._reader: Reader | None = None
         self._spoken = 0
+        self._free = False
+        self._served: pb.Served | None = None
         self.error: KvmeshError | None = None
 
     # --- ending from elsewhere
@@ -190,10 +192,16 @@ class Request:
         self._first_token = self._first_token or bool(event.token_ids)
         count = len(event.token_ids)
         self._spoken += count
+        if not self._free and self._hold.short(self._spoken):
+            # Many tokens at once, as of a generation that is joined late: first they are taken, then they are shown.
+            await self._hold.cover(self._spoken)
+            if self.error is not None:
+                raise self.error
         await self._send(events.delta(event if self._reader is None else self._reader.read(event)))
         if self._observer is not None:
             self._observer.tokens(event.choice, count, self._loop.time())
-        self._hold.used(self._spoken)
+        if not self._free:
+            self._hold.used(self._spoken)
 
     # --- the life
     async def run(self, job: Job, observer: Observer, hold: Hold | None = None) -> None:
@@ -209,7 +217,7 @@ class Request:
                     raise self.error
                 await self._finish(end)
                 observer.finished(end.usage, end.finish_reasons)
-                self._hold.settle(end.usage, end.served, 0)
+                self._hold.settle(_charged(end), end.served, 0)
             except KvmeshError as error:
                 raise self.error or error from None
             except (asyncio.CancelledError, ClientGone):
@@ -222,7 +230,7 @@ class Request:
             await self._fail(error)
         finally:
             # Settled above where it went well.
-            self._hold.settle(self._tokens(), None, row(self.error or Cancelled).code.value[0])
+            self._hold.settle(self._tokens(), self._served, row(self.error or Cancelled).code.value[0])
             self.close()
             observer.ended(self._loop.time())
 
@@ -297,6 +305,7 @@ class Request:
 
     async def _replay(self, job: Job, decision: Decision, answer: router_pb2.CachedAnswer) -> End:
         """Stream a remembered answer like a fresh one."""
+        self._free = True
         await self.accepted(
             pb.Accepted(
                 request_id=job.request_id,
@@ -353,7 +362,7 @@ class Request:
         served.ttft_ms = self._ttft_ms()
         served.total_ms = (now - self.started) * 1e3
         self._set_trailing(cache_metadata(served))
-        self._usage = end.usage
+        self._usage, self._served = end.usage, served
         await self._send(events.finished(end.usage, served))
 
     def _tokens(self) -> pb.Usage:
@@ -370,6 +379,12 @@ class Request:
         if self._accepted_at is None:
             raise error
         await self._send(events.failed(error, usage))
+
+
+def _charged(end: End) -> pb.Usage:
+    """What was computed for it; a client is told of the choices that it got."""
+    told, computed = end.usage, max(end.usage.completion_tokens, end.generated)
+    return pb.Usage(prompt_tokens=told.prompt_tokens, cached_tokens=told.cached_tokens, completion_tokens=computed)
 
 
 def cache_metadata(served: pb.Served) -> list[tuple[str, str]]:

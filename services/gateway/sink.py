@@ -45,12 +45,15 @@ class SinkClosed(Exception):
 
 @dataclass(slots=True)
 class End:
-    """How a generation ended that went well. `answer`: what to remember, if it may be. One finish reason a choice."""
+    """How a generation ended that went well. `answer`: what to remember, if it may be. One finish reason a choice.
+
+    `generated`: output tokens of all choices, also of those that best_of left out; 0 = as `usage` has it."""
 
     usage: pb.Usage
     served: pb.Served
     finish_reasons: list[str] = field(default_factory=list)
     answer: router_pb2.CachedAnswer | None = None
+    generated: int = 0
 
 
 @dataclass(frozen=True, slots=True)

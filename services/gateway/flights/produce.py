@@ -67,6 +67,8 @@ class Producer:
         self._progress = progress
         self._decision = decision
         self._total_limit_s = total_limit_s
+        self.generated = 0
+        """See `sink.End`; 0 until it has ended here."""
         self.used = False
         """True once it was called: the report of the request is the generation's then."""
 
@@ -99,6 +101,7 @@ class Producer:
             lead=flight,
         )
         end = await generation.run()
+        self.generated = end.generated
         return pb.Finished(usage=end.usage, served=end.served)
 
     async def _job_for(self, log: FlightLog) -> Job:

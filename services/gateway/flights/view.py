@@ -135,8 +135,8 @@ class View:
         )
         while deltas := await reader.get():
             for delta in deltas:
-                self._tokens += len(delta.token_ids)
                 await self._request.delta(delta)
+                self._tokens += len(delta.token_ids)
         finished = flight.log.finished
         assert finished is not None
         reasons = [_REASONS.get(reason, "error") for reason in flight.log.finish_reasons()]
@@ -144,7 +144,7 @@ class View:
         if self._decision.lead is not None:
             served.CopyFrom(finished.served)
             served.cache = self._decision.cache
-            return End(finished.usage, served, reasons)
+            return End(finished.usage, served, reasons, generated=self._producer.generated)
         served.cache = self._decision.cache
         served.decode_worker, served.prefill_worker = finished.served.decode_worker, finished.served.prefill_worker
         return End(self.usage, served, reasons)

@@ -43,6 +43,12 @@ class Hold(Protocol):
         """Output so far, all choices together. More is taken in the background when the hold runs short; where that is
         refused, the request's `stop` is called."""
 
+    def short(self, completion_tokens: int) -> bool:
+        """Whether that much output is more than was taken, so that `cover` is due before anybody sees it."""
+
+    async def cover(self, completion_tokens: int) -> None:
+        """Wait until that much is taken, or the request was stopped; for about as long as Redis may take."""
+
     def settle(self, usage: pb.Usage, served: pb.Served | None, code: int) -> None:
         """The end: what was used is charged, the rest given back. Returns at once; idempotent. `code`: google.rpc.Code,
         0 = it went well."""
@@ -57,7 +63,7 @@ class Counted(Protocol):
 
     @property
     def sampling(self) -> pb.SamplingParams:
-        """With `max_tokens` and `n`; 0 = no output."""
+        """With `max_tokens`, `n` and `best_of`; 0 = no output."""
 
     @property
     def served(self) -> str:
@@ -82,6 +88,13 @@ class NoHold:
     state = LimitState()
 
     def used(self, completion_tokens: int) -> None:
+        """See Hold."""
+
+    def short(self, completion_tokens: int) -> bool:
+        """See Hold."""
+        return False
+
+    async def cover(self, completion_tokens: int) -> None:
         """See Hold."""
 
     def settle(self, usage: pb.Usage, served: pb.Served | None, code: int) -> None:

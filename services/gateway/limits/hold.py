@@ -69,7 +69,7 @@ class TenantHold:
         self.key = key
         self.period = period
         self.state = LimitState()
-        self.most = job.sampling.max_tokens * max(1, job.sampling.n)
+        self.most = most_of(job)
         self.covered = expected
         self.held = self.cost(expected)
         self.tokens = len(job.token_ids) + expected
@@ -113,6 +113,18 @@ class TenantHold:
                 min(self.most, max(self.covered, completion_tokens) + max(MIN_STEP, self.covered // 2)) - self.covered
             )
             self._growing = self._owner.spawn(self, step)
+
+    def short(self, completion_tokens: int) -> bool:
+        """See Hold."""
+        return completion_tokens > self.covered and completion_tokens >= self._next
+
+    async def cover(self, completion_tokens: int) -> None:
+        """See Hold."""
+        while self.short(completion_tokens):
+            self.used(completion_tokens)
+            if self._growing is None:
+                break
+            await asyncio.wait({self._growing})
 
     async def grow(self, step: int) -> None:
         """Take as much as `step` more output tokens cost."""
@@ -160,6 +172,11 @@ class TenantHold:
         # What is on its way to Redis must be there before the end is.
         if self._growing is None:
             self._owner.settled(self, usage, served, code)
+
+
+def most_of(job: Counted) -> int:
+    """Output tokens that a job may cost: of all choices that run, whether they are returned or not."""
+    return job.sampling.max_tokens * max(1, job.sampling.n, job.sampling.best_of)
 
 
 def unknown() -> Unavailable:

@@ -23,7 +23,7 @@ from kvmesh.store.limits import LimitStore, Spend, Taken, Terms
 from kvmesh.telemetry import metrics, names
 from services.gateway.limits.contract import Counted, Hold, LimitState, NoHold, Window
 from services.gateway.limits.estimate import Lengths
-from services.gateway.limits.hold import RETRY_S, TenantHold, exceeded, unknown
+from services.gateway.limits.hold import RETRY_S, TenantHold, exceeded, most_of, unknown
 from services.gateway.limits.ledger import BATCH_S, Ledger
 from services.gateway.limits.local import LocalLimits
 
@@ -95,7 +95,9 @@ class Limits:
         if not (policy.limited or policy.prices or self._settings.usage_file):
             return NO_HOLD
         self._count += 1
-        most = job.sampling.max_tokens * max(1, job.sampling.n)
+        most = most_of(job)
+        # Of what best_of chooses from nothing is heard before its end: there is no taking more meanwhile.
+        silent = job.sampling.best_of > max(1, job.sampling.n)
         hold = TenantHold(
             self,
             tenant,
@@ -105,7 +107,7 @@ class Limits:
             hold_id=f"{self._name}:{self._count}",
             key=principal.key_name,
             period=policy.budget.name(self._wall()),
-            expected=self._lengths.expected(tenant, most),
+            expected=most if silent else self._lengths.expected(tenant, most),
         )
         if not policy.limited:
             return hold

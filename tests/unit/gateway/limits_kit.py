@@ -50,10 +50,10 @@ def policy(**fields: Any) -> Policy:
     return Policy.model_validate(fields)
 
 
-def a_job(prompt: int = 10, max_tokens: int = 100, n: int = 1, model: str = "m") -> Any:
+def a_job(prompt: int = 10, max_tokens: int = 100, n: int = 1, model: str = "m", best_of: int = 0) -> Any:
     return SimpleNamespace(
         token_ids=[1] * prompt,
-        sampling=pb.SamplingParams(max_tokens=max_tokens, n=n),
+        sampling=pb.SamplingParams(max_tokens=max_tokens, n=n, best_of=best_of or n),
         served=model,
         request_id=f"request-{next(_names)}",
     )

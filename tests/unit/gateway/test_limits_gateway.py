@@ -185,3 +185,39 @@ async def test_a_request_that_finds_no_worker_gives_everything_back(world: World
         while (await figures(world, "counted"))[1:] != (0, 0):
             await asyncio.sleep(0.01)
     assert (await figures(world, "counted")).spent == before
+
+
+async def test_what_best_of_computes_is_what_it_costs(world: World, settings: Any) -> None:
+    await world.worker()
+    await begin(world, static=True, **settings)
+    end = (await world.ask(metadata=bearer("counted"), sampling={"n": 1, "best_of": 4, "max_tokens": 6}))[-1].finished
+    assert end.usage.completion_tokens > 0
+    cost = end.usage.prompt_tokens + 4 * end.usage.completion_tokens
+    async with asyncio.timeout(LIMIT_S):
+        while await figures(world, "counted") != (cost, 0, 0):
+            await asyncio.sleep(0.01)
+
+
+async def test_an_answer_that_costs_nothing_takes_nothing_more(
+    world: World, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be cut where the budget ends."""
+    told: list[int] = []
+    monkeypatch.setattr("services.gateway.limits.hold.TenantHold.used", lambda hold, tokens: told.append(tokens))
+    await world.worker(max_model_len=8192)
+    router = await world.router()
+
+    async def decide(request: router_pb2.RouteRequest) -> router_pb2.RouteResponse:
+        token_ids = [120] * 3000 + [257]
+        choice = router_pb2.CachedChoice(text="x" * 3000, token_ids=token_ids, finish_reason=pb.FINISH_REASON_STOP)
+        answer = router_pb2.CachedAnswer(kind="exact", choices=[choice], score=1.0, revision="rev-1", prompt_tokens=3)
+        return router_pb2.RouteResponse(answer=answer, model="scripted", decision_id="d")
+
+    router.decide = decide
+    await begin(world, **settings)
+    events = await rest(world.chat(metadata=bearer("long"), sampling={"max_tokens": 4000}))
+    assert kinds(events)[-1] == "finished"
+    assert told == []
+    async with asyncio.timeout(LIMIT_S):
+        while await figures(world, "long") != (0, 0, 0):
+            await asyncio.sleep(0.01)

@@ -170,6 +170,27 @@ async def test_a_running_request_ends_where_the_budget_does(valkey: Valkey) -> N
         assert await made.figures("ends", allowed) == (1504, 0, 0)
 
 
+async def test_what_comes_at_once_is_taken_before_it_is_shown(valkey: Valkey) -> None:
+    """As of a generation that others began: thousands of tokens in one piece, for many at the same time."""
+    allowed = policy(budget={"amount": 10_000})
+    async with gateway(valkey) as made:
+        holds = [await made.take("burst", allowed, a_job(max_tokens=4000)) for _ in range(4)]
+        assert not any(hold.short(UNKNOWN) for hold in holds)
+        for hold in holds:
+            await hold.cover(3000)
+        assert [hold.covered >= 3000 for hold in holds] == [True, True, False, False]
+        assert len(made.stopped) == 2
+        figures = await made.figures("burst", allowed)
+        assert figures.held <= 10_000
+
+
+async def test_all_that_best_of_runs_is_held(valkey: Valkey) -> None:
+    allowed = policy(budget={"amount": 100_000})
+    async with gateway(valkey) as made:
+        hold = await made.take("best", allowed, a_job(max_tokens=1000, best_of=16))
+        assert (hold.most, hold.covered, hold.held) == (16_000, 16_000, 16_010)
+
+
 async def test_an_end_in_the_middle_of_taking_more_leaves_no_hold(valkey: Valkey) -> None:
     allowed = policy(budget={"amount": 100_000})
     async with gateway(valkey) as made:
