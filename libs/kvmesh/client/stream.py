@@ -159,10 +159,11 @@ class Stream:
     async def aclose(self) -> None:
         """End the request if it still runs. Idempotent. Where another task is reading, that one gets Cancelled."""
         self._closed = True
-        if self._events is None:
+        events: Any = self._events
+        if events is None:
             return
-        if not self._events.ag_running:
-            await self._events.aclose()
+        if not events.ag_running:
+            await events.aclose()
         elif self._call is not None:
             self._call.cancel()
 
