@@ -55,13 +55,15 @@ class Work:
 
 @dataclass(slots=True)
 class Seen:
-    """One request: when it was due, its first and last token (on this machine's monotonic clock), tokens, error."""
+    """One request: when it was due, its first and last token (on this machine's monotonic clock), tokens, error.
+    accepted_ms: until a worker had taken it, as the gateway tells (gRPC)."""
 
     due: float
     first: float = 0.0
     last: float = 0.0
     tokens: int = 0
     error: str = ""
+    accepted_ms: float = 0.0
 
 
 class Grpc:
@@ -80,7 +82,7 @@ class Grpc:
             for channel in self.channels
         ]
 
-    async def tokens(self, number: int, rng: random.Random) -> AsyncIterator[int]:
+    async def tokens(self, number: int, rng: random.Random, seen: Seen) -> AsyncIterator[int]:
         """Tokens of each message."""
         work = self.work
         seed = 0 if work.same_prompt else rng.getrandbits(48)
@@ -102,6 +104,8 @@ class Grpc:
                 kind = event.WhichOneof("event")
                 if kind == "delta":
                     yield len(event.delta.token_ids)
+                elif kind == "finished":
+                    seen.accepted_ms = event.finished.served.queue_ms
                 elif kind == "error":
                     raise RuntimeError(event.error.message)
         finally:
@@ -119,8 +123,10 @@ class Http:
         self.work = work
         self.free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def tokens(self, number: int, rng: random.Random) -> AsyncIterator[int]:
+    async def tokens(self, number: int, rng: random.Random, seen: Seen) -> AsyncIterator[int]:
+        """The same; tokens that came together in one event are known at the end, from the length that was asked for."""
         work = self.work
+        told = 0
         text = "the same question" if work.same_prompt else f"question {rng.getrandbits(48):x}"
         body: dict[str, Any] = {"model": work.model, "max_tokens": work.tokens, "stream": True}
         if work.face == "litellm":
@@ -151,18 +157,22 @@ class Http:
                     begun = True
                     if b" 200 " not in chunk[:40]:
                         raise RuntimeError(chunk[:300].decode("utf-8", "replace"))
-                seen = tail + chunk
-                if count := len(CONTENT.findall(seen)):
-                    yield count
+                data = tail + chunk
+                marks = [match.end() for match in CONTENT.finditer(data)]
+                if marks:
+                    told += len(marks)
+                    yield len(marks)
                 # What may be the beginning of a mark is looked at again with the next chunk.
-                last = max((match.end() for match in CONTENT.finditer(seen)), default=0)
-                if DONE in seen:
+                last = max(marks, default=0)
+                if DONE in data:
                     # The last bytes of the answer may come apart from its mark.
-                    if not seen.endswith(b"0\r\n\r\n"):
+                    if not data.endswith(b"0\r\n\r\n"):
                         await reader.readuntil(b"0\r\n\r\n")
                     whole = True
+                    if not work.same_prompt:
+                        yield work.tokens - told
                     return
-                tail = seen[max(last, len(seen) - 32) :]
+                tail = data[max(last, len(data) - 32) :]
         finally:
             if whole:
                 self.free.append((reader, writer))
@@ -184,7 +194,7 @@ async def run(work: Work) -> dict[str, Any]:
         found = Seen(due)
         seen.append(found)
         try:
-            async with contextlib.aclosing(client.tokens(number, random.Random(rng.getrandbits(64)))) as stream:
+            async with contextlib.aclosing(client.tokens(number, random.Random(rng.getrandbits(64)), found)) as stream:
                 async for count in stream:
                     if not count:
                         continue

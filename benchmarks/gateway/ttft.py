@@ -65,6 +65,9 @@ async def run(args: argparse.Namespace) -> int:
     row = {q: (percentile(times, q) * 1e3, percentile(floor, q) * 1e3) for q in (50, 90, 99)}
     for q, (whole, alone) in row.items():
         print(f"  p{q}: {whole:7.2f} ms, the worker alone {alone:7.2f} ms (the floor): added {whole - alone:6.2f} ms")
+    waits = [item["accepted_ms"] for item in found if item["due"] > begun]
+    if any(waits):
+        print(f"  until a worker took it: p50 {percentile(waits, 50):.2f}, p99 {percentile(waits, 99):.2f} ms")
     print(f"added TTFT p50 {row[50][0] - row[50][1]:.2f} ms (goal 5), p99 {row[99][0] - row[99][1]:.2f} ms (goal 25)")
     return 0
 
