@@ -113,6 +113,14 @@ def _clip(text: str, limit: int) -> str:
     return text.encode("utf-8", "replace")[:limit].decode("utf-8", "ignore")
 
 
+def sentence(message: str) -> str:
+    """What a caller is told: at most MAX_MESSAGE_BYTES, on one line, whatever it quotes from a request."""
+    message = message[:MAX_MESSAGE_BYTES]
+    if not message.isprintable():
+        message = "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in message)
+    return _clip(message, MAX_MESSAGE_BYTES)
+
+
 def to_status_details(exc: KvmeshError) -> status_pb2.Status:
     """google.rpc.Status of an error, bounded so that it always fits into trailing metadata."""
     info = error_details_pb2.ErrorInfo(reason=exc.reason, domain=DOMAIN)
@@ -124,7 +132,7 @@ def to_status_details(exc: KvmeshError) -> status_pb2.Status:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(after * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    message = _clip(exc.message, MAX_MESSAGE_BYTES)
+    message = sentence(exc.message)
     if isinstance(exc, errors.InvalidArgument) and exc.details.get("field"):
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=_clip(exc.details["field"], MAX_DETAIL_BYTES), description=_clip(message, MAX_DETAIL_BYTES)
@@ -191,7 +199,7 @@ def to_frame(exc: BaseException) -> FrameError:
     """Tuple of an error for a frame; an exception that is not ours becomes a generic INTERNAL."""
     safe = public_error(exc)
     found = row(safe)
-    return FrameError(found.code.value[0], safe.reason, _clip(safe.message, MAX_MESSAGE_BYTES), found.retryable)
+    return FrameError(found.code.value[0], safe.reason, sentence(safe.message), found.retryable)
 
 
 def from_frame(code: int, reason: str, message: str, retryable: bool = False) -> KvmeshError:

@@ -121,7 +121,7 @@ def error_object(error: KvmeshError, renamed: Renamed = PLAIN) -> dict[str, Any]
     kind = _kind(error)
     field = error.details.get("field")
     return {
-        "message": renamed.message(error),
+        "message": status.sentence(renamed.message(error)),
         "type": kind.type,
         "param": renamed.field(field) if field else None,
         "code": kind.code,

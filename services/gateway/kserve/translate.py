@@ -13,7 +13,7 @@ from typing import Any
 from kvmesh.errors import KvmeshError
 from kvmesh.proto.inference import grpc_predict_v2_pb2 as kserve
 from kvmesh.proto.v1 import inference_pb2 as pb
-from kvmesh.rpc.status import grpc_code
+from kvmesh.rpc.status import grpc_code, sentence
 from services.gateway import validate
 from services.gateway.kserve import sampling, tensors
 from services.gateway.registry import new_id
@@ -195,5 +195,5 @@ def failed(given: kserve.ModelInferRequest, request_id: str, error: KvmeshError)
     response.parameters["error_code"].string_param = code
     response.parameters["error_reason"].string_param = error.reason
     return kserve.ModelStreamInferResponse(
-        error_message=f"[{code}] {error.message or error.reason}", infer_response=response
+        error_message=f"[{code}] {sentence(error.message) or error.reason}", infer_response=response
     )

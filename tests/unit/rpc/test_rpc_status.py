@@ -151,7 +151,17 @@ def test_any_text_fits_into_trailing_metadata(message: str, details: dict[str, s
     assert wire < 7000
     back = status.from_status_details(status_pb2.Status.FromString(proto.SerializeToString()))
     assert type(back) is cls
-    assert message.encode("utf-8", "replace").startswith(back.message.encode())
+    assert back.message == status.sentence(message)
+
+
+def test_a_message_is_one_bounded_line_whatever_it_quotes() -> None:
+    """The same outside and inside of frames: names of a request may be control characters, or very long."""
+    error = errors.NotFound("no model 'a\r\nb\0\x1b[31m\ud800\u2028' " + "é🎉" * 1000)
+    for told in (status.to_status_details(error).message, status.to_frame(error).message):
+        assert told.startswith("no model 'a  b??[31m? ' é🎉é"), told
+        assert len(told.encode()) <= status.MAX_MESSAGE_BYTES
+        assert told.isprintable()
+    assert status.sentence("né 東 🎉: [0, 1]") == "né 東 🎉: [0, 1]"
 
 
 @given(st.binary(max_size=200), st.sampled_from([c for c in grpc.StatusCode if c is not grpc.StatusCode.OK]))
