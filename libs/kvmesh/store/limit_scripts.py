@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from kvmesh.store.scripts import Script
 
-# MARGIN, milliseconds: how long keys outlive what they are needed for.
+# Milliseconds. MARGIN: how long keys outlive what they are needed for. LONGEST: life of any hold; what lies further
+# ahead was written before Redis' clock was put back.
 _COMMON = """
 local MARGIN = 60000
+local LONGEST = 600000
 local function now(given)
   if given ~= '' then return tonumber(given) end
   local time = redis.call('TIME')
@@ -33,10 +35,12 @@ local function drop(leases, amounts, id)
   return tonumber(tokens)
 end
 local function lapse(leases, amounts, at)
-  while true do
-    local gone = redis.call('ZRANGEBYSCORE', leases, '-inf', text(at), 'LIMIT', 0, 500)
-    if #gone == 0 then break end
-    for _, id in ipairs(gone) do drop(leases, amounts, id) end
+  for _, range in ipairs({{'-inf', text(at)}, {'(' .. text(at + LONGEST + MARGIN), '+inf'}}) do
+    while true do
+      local gone = redis.call('ZRANGEBYSCORE', leases, range[1], range[2], 'LIMIT', 0, 500)
+      if #gone == 0 then break end
+      for _, id in ipairs(gone) do drop(leases, amounts, id) end
+    end
   end
   -- One of the two keys may have been lost alone.
   if redis.call('ZCARD', leases) == 0 then redis.call('DEL', amounts) end
@@ -48,8 +52,10 @@ local function lease(leases, amounts, id, at, hold_ms)
 end
 local function level(got, since, limit, at)
   local full = limit * 60000
-  if not got then return full end
-  return math.min(full, tonumber(got) + math.max(0, at - tonumber(since or at)) * limit)
+  since = tonumber(since or at)
+  -- Where the clock was put back, nobody knows how long ago that was; to wait until it is there again could take hours.
+  if not got or since > at + MARGIN then return full end
+  return math.min(full, tonumber(got) + math.max(0, at - since) * limit)
 end
 """
 
@@ -159,6 +165,12 @@ SETTLE = Script(
 -- KEYS rates leases amounts spent usage seen; ARGV clock tokens_per_minute spent_ms usage_ms seen_ms unit
 -- (number id cost used model prompt cached completion)...
 local at, tpm = now(ARGV[1]), tonumber(ARGV[2])
+-- A key of another type fails here, before anything is written: half a settlement would be charged at each try.
+redis.call('HLEN', KEYS[1])
+redis.call('ZCARD', KEYS[2])
+redis.call('HLEN', KEYS[3])
+redis.call('GET', KEYS[4])
+redis.call('HLEN', KEYS[5])
 local last = tonumber(redis.call('GET', KEYS[6]) or 0)
 local back = 0
 for i = 7, #ARGV, 8 do

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 
 import grpc
@@ -25,7 +26,7 @@ from services.gateway.limits.contract import Counted, Hold, LimitState, NoHold, 
 from services.gateway.limits.estimate import Lengths
 from services.gateway.limits.hold import RETRY_S, TenantHold, exceeded, most_of, unknown
 from services.gateway.limits.ledger import BATCH_S, Ledger
-from services.gateway.limits.local import LocalLimits
+from services.gateway.limits.local import MAX_TENANTS, LocalLimits
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class Limits:
         self._holds: dict[str, dict[str, TenantHold]] = {}
         self._count = 0
         self._away_since: float | None = None
+        # Tenants that Redis has no answer for although it has for others: a key that is broken, a shard that is gone.
+        self._unanswered: OrderedDict[str, float] = OrderedDict()
         self._told = False
 
     def start(self) -> None:
@@ -160,6 +163,7 @@ class Limits:
         taken = await self._store.take(hold.tenant, hold.id, terms, cost=hold.held, tokens=hold.tokens)
         if taken is not None:
             self._away_since = None
+            self._unanswered.pop(hold.tenant, None)
         return taken
 
     async def _catch_up(self) -> None:
@@ -179,7 +183,10 @@ class Limits:
             if self._store is None and not self._told:
                 self._told = True
                 log.warning("a tenant has a budget, but there is no redis_url: it can be kept nowhere")
-            if self._settings.budget_away == "closed" or now - self._away_since > OPEN_S:
+            since = min(self._away_since, self._unanswered.setdefault(hold.tenant, now))
+            if len(self._unanswered) > MAX_TENANTS:
+                self._unanswered.popitem(last=False)
+            if self._settings.budget_away == "closed" or now - since > OPEN_S:
                 metrics.counter(names.LIMITS_REFUSED).labels("budget").inc()
                 raise unknown()
         taken = self._local.take(hold.tenant, policy, running=self.holds(hold.tenant), tokens=hold.tokens)
@@ -254,7 +261,7 @@ class Limits:
         if completion and not free and not code:
             self._lengths.add(hold.tenant, completion)
         if hold.local:
-            self._local.give_back(hold.tenant, hold.tokens - used)
+            self._local.give_back(hold.tenant, hold.policy, hold.tokens - used)
         self.ledger.add(
             Spend(
                 number=self.ledger.next_number(),

@@ -70,8 +70,9 @@ class LocalLimits:
         if verdict == "ok" and policy.max_concurrent and running >= math.ceil(self._share(policy.max_concurrent)):
             verdict = "concurrent"
         if verdict == "ok":
-            by_requests.level -= 1.0
-            by_tokens.level -= tokens
+            # What has no limit owes nothing to one that comes later.
+            by_requests.level -= 1.0 if policy.requests_per_minute else 0.0
+            by_tokens.level -= tokens if policy.tokens_per_minute else 0.0
         return Taken(
             verdict,  # type: ignore[arg-type]
             math.ceil(waits.get(verdict, 0.0) * 1e3),
@@ -84,8 +85,8 @@ class LocalLimits:
             math.ceil((by_tokens.limit - by_tokens.level) * 60e3 / by_tokens.limit),
         )
 
-    def give_back(self, tenant: str, tokens: int) -> None:
-        """Of what was taken here and not used; less than nothing where more was."""
+    def give_back(self, tenant: str, policy: Policy, tokens: int) -> None:
+        """Of what was taken here under `policy` and not used; less than nothing where more was."""
         found = self._buckets.get(tenant)
-        if found is not None:
+        if found is not None and policy.tokens_per_minute:
             found[1].level = min(found[1].limit, found[1].level + tokens)

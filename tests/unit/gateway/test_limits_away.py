@@ -81,6 +81,31 @@ async def test_a_budget_is_open_for_a_minute(valkey: Valkey, configured: bool) -
             await made.take("t", BUDGET)
 
 
+async def test_the_minute_is_each_tenants_own_while_others_are_answered(valkey: Valkey) -> None:
+    """As where one shard of a cluster is gone, or a key is broken."""
+    async with gateway(valkey) as made:
+        assert made.redis is not None
+        broken = f"kvmesh:{{l:t}}:s:{BUDGET.budget.name(1.7e9)}"
+        await made.redis.run("set", lambda client: client.set(broken, "no number"), None)
+        for _ in range(2):
+            await made.take("t", BUDGET)
+            made.now += 31.0
+            assert not (await made.take("other", BUDGET)).local
+        with pytest.raises(Unavailable):
+            await made.take("t", BUDGET)
+        await made.redis.run("delete", lambda client: client.delete(broken), None)
+        assert not (await made.take("t", BUDGET)).local
+
+
+async def test_a_limit_that_is_new_begins_with_nothing_owed() -> None:
+    async with gateway() as made:
+        for _ in range(3):
+            hold = await made.take("t", policy(max_concurrent=9), a_job(prompt=1000))
+            hold.settle(usage(prompt=1000, completion=100), None, 0)
+        taken = await made.take("t", policy(max_concurrent=9, requests_per_minute=2, tokens_per_minute=1), a_job(0, 1))
+        assert taken.state.requests.remaining == 0
+
+
 async def test_a_budget_is_closed_where_that_is_set(valkey: Valkey) -> None:
     async with gateway(valkey, budget_away="closed") as made:
         await made.take("t", BUDGET)

@@ -226,6 +226,32 @@ async def test_a_lost_key_does_not_hold_a_budget_for_ever(redis: RedisStore) -> 
     assert await tenant.figures() == (0, 0, 0)
 
 
+async def test_half_a_settlement_is_none(redis: RedisStore) -> None:
+    """What fails is told again and again: none of it may count before all of it can."""
+    tenant = Tenant(redis, amount=100)
+    spend = tenant.spend("a", cost=3)
+    day = f"kvmesh:{{l:{tenant.name}}}:u:1970-01-12"
+    await redis.run("set", lambda client: client.set(day, "of another type"), None)
+    for _ in range(3):
+        assert await tenant.store.settle("j", [spend]) == [spend]
+    assert (await tenant.figures()).spent == 0
+    await redis.run("delete", lambda client: client.delete(day), None)
+    await tenant.settle(spend)
+    assert (await tenant.figures()).spent == 3
+
+
+async def test_a_clock_that_is_put_back_blocks_nobody(redis: RedisStore) -> None:
+    tenant = Tenant(redis, requests_per_minute=1, tokens_per_minute=10, max_concurrent=1)
+    tenant.tick(7_200_000)
+    assert (await tenant.take("a", tokens=10)).verdict == "ok"
+    tenant.tick(-3_600_000)
+    taken = await tenant.take("b", tokens=10)
+    assert (taken.verdict, taken.running, taken.requests_left, taken.tokens_left) == ("ok", 1, 0, 0)
+    # A little is no reason to forget what was used.
+    tenant.tick(-1_000)
+    assert (await tenant.take("c", tokens=10)).verdict == "requests"
+
+
 async def test_redis_away_is_said_at_once() -> None:
     server = Valkey()
     try:
