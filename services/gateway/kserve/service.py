@@ -165,7 +165,7 @@ class InferenceServiceServicer(grpc_predict_v2_pb2_grpc.GRPCInferenceServiceServ
         self, request_iterator: AsyncIterator[kserve.ModelInferRequest], context: ServicerContext
     ) -> None:
         """Any number of requests at a time, each with responses of its own."""
-        principal = await self._front.credentials.authenticate_call(context)
+        await self._front.credentials.authenticate_call(context)
         writer = _Writer(context)
         room = asyncio.Semaphore(MAX_CONCURRENT)
         running: set[asyncio.Task[None]] = set()
@@ -173,7 +173,7 @@ class InferenceServiceServicer(grpc_predict_v2_pb2_grpc.GRPCInferenceServiceServ
 
         async def one(request: kserve.ModelInferRequest) -> None:
             try:
-                await self._one(principal, request, context, writer)
+                await self._one(request, context, writer)
             except asyncio.CancelledError:
                 # By its own request, since the client does not read: nobody else's responses get through either.
                 stuck.set()
@@ -209,13 +209,13 @@ class InferenceServiceServicer(grpc_predict_v2_pb2_grpc.GRPCInferenceServiceServ
         finally:
             await cancel_and_wait(reader, stop, cut, *running)
 
-    async def _one(
-        self, principal: Principal, request: kserve.ModelInferRequest, context: ServicerContext, writer: _Writer
-    ) -> None:
+    async def _one(self, request: kserve.ModelInferRequest, context: ServicerContext, writer: _Writer) -> None:
         request_id = request.id
         try:
             if self._stopping.is_set():
                 raise Unavailable("this gateway is stopping")
+            # Anew for each: a stream may outlive its key, or its tenant's rights.
+            principal = await self._front.credentials.authenticate_call(context)
             infer = translate.to_infer(request, streams=True)
             request_id = infer.id
             response = await self._answer(principal, infer, context.time_remaining(), writer)

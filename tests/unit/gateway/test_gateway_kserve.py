@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from kvmesh.errors import InvalidArgument, NotFound, Overloaded, Unavailable
 from kvmesh.proto.inference import grpc_predict_v2_pb2 as kserve
 from kvmesh.proto.inference import grpc_predict_v2_pb2_grpc
 from kvmesh.proto.v1 import engine_pb2
+from kvmesh.rpc.credentials import hash_key
 from kvmesh.rpc.status import from_rpc_error
 from services.gateway.kserve import service
 from services.gateway.kserve.service import SERVICE_NAME
@@ -138,6 +140,29 @@ async def test_an_empty_final_response_where_it_is_asked_for(served: World) -> N
     assert not responses[-1].outputs
     assert final(responses[-1])
     assert "".join(text_of(response) for response in responses[:-1]) == "hello"
+
+
+async def test_a_stream_does_not_outlive_its_key(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_text("mesh-token-for-tests\n")
+    monkeypatch.setenv("KVMESH_MESH_TOKEN_FILE", str(tmp_path / "token"))
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[[keys]]\nsha256 = "{hash_key("secret")}"\ntenant = "acme"\n')
+    await world.worker(text="hello")
+    await world.start(static=True, credentials_file=keys)
+    metadata = (("authorization", "Bearer secret"),)
+    call = grpc_predict_v2_pb2_grpc.GRPCInferenceServiceStub(world.channel()).ModelStreamInfer(metadata=metadata)
+    await call.write(infer(request_id="a"))
+    assert text_of((await read(call)).infer_response) == "hello"
+    keys.write_text("")
+    credentials = world.gateway.front.credentials
+    async with asyncio.timeout(WAIT_S):
+        while credentials._file is not None and credentials._file.get().keys:
+            await asyncio.sleep(0.05)
+    await call.write(infer(request_id="b"))
+    refused = await read(call)
+    assert "API key" in refused.error_message
+    assert refused.infer_response.id == "b"
+    call.cancel()
 
 
 async def test_requests_of_a_stream_run_side_by_side(served: World) -> None:
