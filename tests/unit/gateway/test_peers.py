@@ -192,7 +192,9 @@ async def running(world: World, request_id: str, **kwargs: Any) -> Any:
     return call
 
 
-@pytest.mark.parametrize("request_id", [new_id(B), "chosen-by-a-client", new_id(A), new_id(C)])
+@pytest.mark.parametrize(
+    "request_id", [new_id(B), "chosen-by-a-client", new_id(A), new_id(C)], ids=["b", "chosen", "a", "c"]
+)
 async def test_an_abort_reaches_another_process(pair: Pair, request_id: str) -> None:
     """By the id's prefix; and where a client chose it, also one that looks like another instance's."""
     call = await running(pair.b, request_id)
