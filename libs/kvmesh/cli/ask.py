@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvmesh.cli.options import lenient, shown, write
 from kvmesh.cli.tls import PLAINTEXT, Secure
 from kvmesh.client import Client
 from kvmesh.errors import KvmeshError
@@ -31,6 +32,7 @@ async def ask(
     secure: Secure = PLAINTEXT,
 ) -> int:
     """Stream the answer to stdout and the summary to `console`. Returns 0 after a finished answer, else 1."""
+    lenient(sys.stdout)
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": question})
     try:
@@ -40,8 +42,7 @@ async def ask(
         ):
             async for event in stream:
                 if event.HasField("delta"):
-                    sys.stdout.write(event.delta.text)
-                    sys.stdout.flush()
+                    write(sys.stdout, event.delta.text)
                 elif event.HasField("finished"):
                     sys.stdout.write("\n")
                     sys.stdout.flush()
@@ -49,10 +50,10 @@ async def ask(
                     return 0
                 elif event.HasField("error"):
                     sys.stdout.write("\n")
-                    console.print(Text(f"error {event.error.reason}: {event.error.message}", style="red"))
+                    console.print(Text(f"error {event.error.reason}: {shown(event.error.message)}", style="red"))
                     return 1
     except KvmeshError as error:
-        console.print(Text(f"error {error.reason}: {error.message}", style="red"))
+        console.print(Text(f"error {error.reason}: {shown(error.message)}", style="red"))
         return 1
     console.print(Text("the stream ended without a terminal event", style="red"))
     return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -15,11 +16,11 @@ from rich.text import Text
 
 from kvmesh.cli.ask import summary
 from kvmesh.cli.conversation import Conversation, assistant
-from kvmesh.cli.options import TlsCa, TlsCert, TlsKey, TlsName, plain, secure_of
+from kvmesh.cli.options import TlsCa, TlsCert, TlsKey, TlsName, lenient, plain, secure_of, shown, write
 from kvmesh.cli.state import read_state
 from kvmesh.cli.tls import PLAINTEXT, Secure
 from kvmesh.client import SyncClient, SyncStream
-from kvmesh.errors import Cancelled, KvmeshError
+from kvmesh.errors import Cancelled, InvalidArgument, KvmeshError
 
 INTERRUPTED = 130
 FENCE = '"""'
@@ -58,6 +59,8 @@ class Chat:
         self._out = out
         self._timeout_s = timeout_s
         self._stats = False
+        self._in_vain = ""
+        """What was asked last, where nothing came of it."""
         self._commands: dict[str, Callable[[str], None]] = {
             "help": self._help,
             "system": self._system,
@@ -131,8 +134,9 @@ class Chat:
         if stream is not None and said:
             # What was said before it was stopped is part of the conversation: it has been read.
             self.conversation.messages.append(assistant(stream.message()))
+            self._in_vain = ""
         else:
-            self.conversation.take_back()
+            self._in_vain = self.conversation.take_back()
         if stream is not None and stream.finished is not None and self._stats:
             self._console.print(summary(stream.finished))
         return ended
@@ -146,13 +150,12 @@ class Chat:
             delta = event.delta
             if delta.reasoning:
                 thinking = True
-                self._console.print(_shown(delta.reasoning), style="dim italic", end="", highlight=False)
+                self._console.print(shown(delta.reasoning), style="dim italic", end="", highlight=False)
             if delta.text:
                 if thinking:
                     self._console.print()
                     thinking = False
-                self._out.write(str(_shown(delta.text)) if self._out.isatty() else delta.text)
-                self._out.flush()
+                write(self._out, delta.text)
         self._out.write("\n")
         self._out.flush()
         for call in stream.tool_calls:
@@ -214,16 +217,15 @@ class Chat:
 
     def _clear(self, _: str) -> None:
         self.conversation.messages.clear()
+        self._in_vain = ""
         self._tell("forgotten")
 
     def _save(self, name: str) -> None:
         if not name:
             self._fail("/save needs a file")
             return
-        path = Path(name).expanduser()
         force = name.startswith("! ")
-        if force:
-            path = Path(name.removeprefix("! ").strip()).expanduser()
+        path = _path(name.removeprefix("! ").strip() if force else name)
         if path.exists() and not force:
             self._fail(f"{path} is there already; /save ! {path} replaces it")
             return
@@ -234,13 +236,14 @@ class Chat:
         if not name:
             self._fail("/load needs a file")
             return
-        self.conversation = Conversation.load(Path(name).expanduser())
+        self.conversation = Conversation.load(_path(name))
+        self._in_vain = ""
         self._tell(f"{len(self.conversation.messages)} message(s)")
         for message in self.conversation.messages[-2:]:
             self._tell(f"{message['role']}: {message.get('content') or ''}")
 
     def _retry(self, _: str) -> None:
-        question = self.conversation.take_back()
+        question = self._in_vain or self.conversation.take_back()
         if not question:
             self._fail("nothing was asked yet")
             return
@@ -252,17 +255,18 @@ class Chat:
 
     # --- words to people
     def _tell(self, text: str) -> None:
-        self._console.print(_shown(text), style="dim", highlight=False)
+        self._console.print(shown(text), style="dim", highlight=False)
 
     def _fail(self, text: str) -> None:
-        self._console.print(_shown(text), style="red", highlight=False)
+        self._console.print(shown(text), style="red", highlight=False)
 
 
-def _shown(text: str) -> Text:
-    """What a model or a server says, without anything that a terminal would obey."""
-    # The joiners are part of words and of pictures.
-    keep = "\n\t\u200c\u200d"
-    return Text("".join(char if char.isprintable() or char in keep else "\N{REPLACEMENT CHARACTER}" for char in text))
+def _path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        # ~somebody who is not there.
+        raise InvalidArgument(f"{name}: {error}") from None
 
 
 def _words(text: str) -> list[str]:
@@ -283,7 +287,9 @@ def converse(
     timeout_s: float = 600.0,
 ) -> int:
     """Run a chat, or answer the one question that a pipe brings; the exit status."""
-    stdin, stdout = stdin or sys.stdin, stdout or sys.stdout
+    # Both may be closed.
+    stdin, stdout = stdin or sys.stdin or io.StringIO(), stdout or sys.stdout or io.StringIO()
+    lenient(stdin, stdout)
     console = Console(stderr=True)
     options: Mapping[str, Any] = {"tls": secure.tls, "server_name": secure.server_name or None}
     with SyncClient(address, api_key=api_key or None, **options) as client:
@@ -339,7 +345,7 @@ def chat(
     conversation = Conversation(name, system, {"temperature": temperature, "max_tokens": max_tokens})
     if load:
         try:
-            conversation = Conversation.load(Path(load).expanduser())
+            conversation = Conversation.load(_path(load))
         except (KvmeshError, OSError) as error:
             raise fail(error.message if isinstance(error, KvmeshError) else str(error)) from None
     try:

@@ -118,7 +118,7 @@ def _check(params: dict[str, Any]) -> None:
     given = dict(params)
     requests.cache(given.pop("cache", None))
     constraint = requests.grammar(
-        None,
+        given.pop("grammar", None),
         given.pop("json_schema", None),
         given.pop("regex", None),
         given.pop("lark", None),

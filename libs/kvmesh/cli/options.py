@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TextIO, TypeVar
 
 import grpc
 import typer
@@ -128,6 +129,26 @@ def nobody(troubles: Troubles) -> KvmeshError:
 def plain(text: str) -> Text:
     """Words of others for a cell: no markup, and nothing that a terminal would obey."""
     return Text("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text))
+
+
+def shown(text: str) -> Text:
+    """What a model or a server says, without anything that a terminal would obey."""
+    # The joiners are part of words and of pictures.
+    keep = "\n\t\u200c\u200d"
+    return Text("".join(char if char.isprintable() or char in keep else "\N{REPLACEMENT CHARACTER}" for char in text))
+
+
+def write(out: TextIO, text: str) -> None:
+    """A piece of an answer, at once: a program gets what was said, unchanged; a terminal as `shown`."""
+    out.write(str(shown(text)) if out.isatty() else text)
+    out.flush()
+
+
+def lenient(*streams: TextIO) -> None:
+    """A character that their encodings do not have is replaced, and ends nothing."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def wide_console() -> Console:

@@ -124,6 +124,16 @@ async def _show(board: _Board, console: Console, done: asyncio.Event) -> None:
                 await asyncio.wait_for(done.wait(), 0.2)
 
 
+def with_ports(options: MeshOptions) -> MeshOptions:
+    """The options with ports that are free now, and no two of which are one: `--port 8000` is HTTP's usual one."""
+    gateway = free_port(options.gateway_port)
+    router = free_port(options.router_port if options.router_port != gateway else 0)
+    http = options.http_port
+    if http >= 0:
+        http = free_port(http if http not in (gateway, router) else 0)
+    return dataclasses.replace(options, gateway_port=gateway, router_port=router, http_port=http)
+
+
 @contextlib.asynccontextmanager
 async def running_mesh(
     options: MeshOptions, *, console: Console | None = None, keep_logs: bool = False, state: bool = True
@@ -139,12 +149,7 @@ async def running_mesh(
         token_file.write_text(secrets.token_urlsafe(32) + "\n")
         log_dir = run_dir / "logs"
         log_dir.mkdir()
-        options = dataclasses.replace(
-            options,
-            gateway_port=free_port(options.gateway_port),
-            router_port=free_port(options.router_port),
-            http_port=free_port(options.http_port) if options.http_port >= 0 else -1,
-        )
+        options = with_ports(options)
         redis, url = embedded_redis(run_dir) if options.cache else ((), "")
         plan = plan_mesh(options, run_dir, free_port=free_port, redis=redis, redis_url=url)
         board = _Board(plan, log_dir)

@@ -119,6 +119,8 @@ def grammar(
     given: pb.Grammar | None, json_schema: Schema | None, regex: str | None, lark: str | None, json_object: bool
 ) -> pb.Grammar | None:
     """The one constraint of the output, or None."""
+    if not isinstance(given, pb.Grammar | None):
+        raise bad("grammar", "is no Grammar; json_schema, regex and lark take what people write")
     made: list[pb.Grammar] = [] if given is None else [given]
     if json_schema is not None:
         made.append(pb.Grammar(json_schema=schema_text("json_schema", json_schema)))

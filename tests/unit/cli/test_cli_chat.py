@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from kvmesh.cli.ask import ask
 from kvmesh.cli.chat import Chat, converse
 from kvmesh.cli.conversation import Conversation
 from kvmesh.cli.main import app
@@ -170,7 +171,9 @@ def test_commands() -> None:
     assert "vectors" not in session.said, "an embedder is no model to chat with"
 
 
-@pytest.mark.parametrize("wrong", ["nope=1", "seed=-1", "cache=maybe", "temperature", "regex=a json_object=true", "'"])
+@pytest.mark.parametrize(
+    "wrong", ["nope=1", "seed=-1", "cache=maybe", "temperature", "regex=a json_object=true", "'", "grammar={}"]
+)
 def test_a_parameter_that_cannot_be_is_refused_at_once(wrong: str) -> None:
     session = Session(FakeClient())
     before = dict(session.chat.conversation.params)
@@ -205,6 +208,15 @@ def test_a_question_in_vain_is_forgotten(error: KvmeshError, words: str) -> None
     session.type("one", "two")
     assert words in session.said
     assert [each["content"] for each in session.client.asked[1][0]] == ["two"]
+
+
+def test_retry_asks_again_what_was_asked_in_vain() -> None:
+    """And not what was asked, and answered, before it."""
+    session = Session(FakeClient([pb.Delta(text="a")], Overloaded("no room"), WorkerLost("gone"), [pb.Delta(text="b")]))
+    session.type("one", "two", "/retry", "/retry", "/clear", "/retry")
+    asked = [[each["content"] for each in messages] for messages, _ in session.client.asked]
+    assert asked == [["one"], *[["one", "a", "two"]] * 3]
+    assert "nothing was asked yet" in session.said
 
 
 def test_retry_and_clear() -> None:
@@ -249,7 +261,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert "No such file" in first.said
     assert file.stat().st_mode & 0o077 == 0
     second = Session(FakeClient())
-    second.type(f"/load {file}", "on", "/load", f"/load {tmp_path / 'nothing'}")
+    second.type(f"/load {file}", "on", "/load", f"/load {tmp_path / 'nothing'}", "/load ~nobody-here/x")
     messages, options = second.client.asked[0]
     assert [each["role"] for each in messages] == ["system", "user", "assistant", "user"]
     assert messages[2]["content"] == "Grüße"
@@ -294,6 +306,56 @@ def test_a_pipe_is_one_question(piped: Callable[[FakeClient], None], tmp_path: P
     assert converse("x", Conversation(), stdin=io.StringIO(" \n"), stdout=out) == 2
     piped(FakeClient(WorkerLost("gone")))
     assert converse("x", Conversation(), stdin=io.StringIO("q"), stdout=out) == 1
+
+
+def test_a_terminal_without_unicode(piped: Callable[[FakeClient], None]) -> None:
+    client = FakeClient([pb.Delta(text="né 🎉")])
+    piped(client)
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii")
+    asked = io.TextIOWrapper(io.BytesIO(b"h\xffi"), encoding="utf-8")
+    assert converse("x", Conversation(), stdin=asked, stdout=out) == 0
+    assert raw.getvalue() == b"n? ?\n"
+    assert client.asked[0][0][-1]["content"] == "h\ufffdi"
+
+
+async def test_an_answer_to_ask_moves_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the words are a server's."""
+    said, out = io.StringIO(), Terminal()
+    monkeypatch.setattr("sys.stdout", out)
+    hostile = "\x1b]0;owned\x07 ok\n"
+
+    class Client:
+        def __init__(self, *args: object, **options: object) -> None:
+            """Nothing to connect to."""
+
+        async def __aenter__(self) -> Any:
+            return self
+
+        async def __aexit__(self, *exc: object) -> None:
+            """Nothing to close."""
+
+        def chat(self, *args: object, **options: object) -> Any:
+            return self
+
+        async def __aiter__(self) -> AsyncIterator[pb.GenerateEvent]:
+            yield pb.GenerateEvent(delta=pb.Delta(text=hostile))
+            yield pb.GenerateEvent(error=pb.StreamError(reason="X", message=hostile))
+
+    monkeypatch.setattr("kvmesh.cli.ask.Client", Client)
+    assert await ask("x", "q", model="m", console=Console(file=said)) == 1
+    for words in (out.getvalue(), said.getvalue()):
+        assert "ok" in words
+        assert "\x1b" not in words
+        assert "\x07" not in words
+
+
+def test_closed_streams(piped: Callable[[FakeClient], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    piped(FakeClient())
+    monkeypatch.setattr("sys.stdin", None)
+    monkeypatch.setattr("sys.stdout", None)
+    assert converse("x", Conversation()) == 2
+    assert converse("x", Conversation(), stdin=io.StringIO("q")) == 0
 
 
 def test_the_command(piped: Callable[[FakeClient], None], tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from kvmesh.cli.ports import Ports, free_port, quiet_ports
 from kvmesh.cli.process import Process, ProcessSpec
 from kvmesh.cli.state import MeshState, read_state, remove_state, write_state
 from kvmesh.cli.supervisor import StartFailed, Supervisor
-from kvmesh.cli.up import _sweep
+from kvmesh.cli.up import _sweep, with_ports
 from kvmesh.rpc.credentials import Credentials
 
 # A stand-in service: writes its ready file, serves grpc.health.v1, ends on SIGTERM.
@@ -121,6 +121,14 @@ def test_a_taken_port_is_replaced() -> None:
         port = taken.getsockname()[1]
         assert free_port(port) not in (0, port)
     assert free_port(0) > 0
+
+
+def test_one_port_is_not_taken_for_two_services() -> None:
+    port = free_port()
+    options = with_ports(MeshOptions(gateway_port=port, router_port=port, http_port=port))
+    assert options.gateway_port == port
+    assert len({options.gateway_port, options.router_port, options.http_port}) == 3
+    assert with_ports(MeshOptions(gateway_port=0)).http_port == -1
 
 
 @pytest.mark.parametrize(

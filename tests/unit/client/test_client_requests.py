@@ -116,6 +116,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
     ({"regex": "a", "json_object": True}, "grammar"),
     ({"json_schema": int}, "json_schema"),
+    ({"grammar": {}}, "grammar"),
     ({"cache": "maybe"}, "cache"),
     ({"cache_control": {"tau_": 1}}, "cache_control"),
     ({"ttft_ms": -1}, "limits"),
