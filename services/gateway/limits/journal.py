@@ -59,9 +59,7 @@ class Journal:
     def append(self, spends: Sequence[Spend]) -> None:
         """Write whole lines, and wait until the disk has them."""
         data = "".join(json.dumps(asdict(spend), separators=(",", ":")) + "\n" for spend in spends).encode()
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._handle, view) :]
+        write_whole(self._handle, data)
         os.fdatasync(self._handle)
 
     def read(self, after: int, count: int) -> list[Spend]:
@@ -89,3 +87,15 @@ class Journal:
         if remove:
             self.path.unlink(missing_ok=True)
         os.close(self._handle)
+
+
+def write_whole(handle: int, data: bytes) -> None:
+    """Append all of it, or nothing: half a line would spoil the next one, too. The file is locked."""
+    size = os.fstat(handle).st_size
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[os.write(handle, view) :]
+    except OSError:
+        os.ftruncate(handle, size)
+        raise

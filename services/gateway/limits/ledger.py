@@ -6,6 +6,7 @@ What was confirmed goes to the usage file, so that the file says what the budget
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,6 +48,9 @@ class Ledger:
         self._spilled = False
         self._dirty = False
         self._flushing = asyncio.Lock()
+        self._exporting = asyncio.Lock()
+        # Settled, but not in the usage file yet: by whose journal, and what.
+        self._unwritten: list[tuple[str, Spend]] = []
         self._wake = asyncio.Event()
         self._adopted = float("-inf")
         self.lock = asyncio.Lock()
@@ -74,7 +78,7 @@ class Ledger:
             if loop.time() - self._adopted >= ADOPT_S and self._reachable():
                 self._adopted = loop.time()
                 await self._adopt()
-            behind = bool(self._pending) or self._spilled
+            behind = bool(self._pending or self._unwritten) or self._spilled
             try:
                 async with asyncio.timeout(AGAIN_S if behind else ADOPT_S):
                     await self._wake.wait()
@@ -106,7 +110,7 @@ class Ledger:
                 self._pending = await self._blocking(list[Spend](), self._journal.read, batch[-1].number, MAX_PENDING)
                 self._spilled = len(self._pending) == MAX_PENDING
         metrics.gauge(names.LIMITS_UNSETTLED).set(self.unsettled)
-        if self._pending or self._spilled:
+        if self._pending or self._spilled or not await self._export():
             return False
         if self._journal is not None and self._dirty:
             await self._blocking(None, self._journal.clear)
@@ -141,8 +145,24 @@ class Ledger:
         if self._usage is not None and len(left) < len(spends):
             waiting = {spend.number for spend in left}
             done = [spend for spend in spends if spend.number not in waiting]
-            await self._blocking(None, self._usage.write, name, done)
+            self._unwritten += [(name, spend) for spend in done]
+            await self._export()
         return left
+
+    async def _export(self) -> bool:
+        """Write what was settled; False while the disk does not take it: the journal, where there is one, keeps it."""
+        async with self._exporting:
+            lost = max(0, len(self._unwritten) - MAX_PENDING)
+            if lost:
+                log.error("%d line(s) of the usage file are lost: it cannot be written", lost)
+                del self._unwritten[:lost]
+            while self._unwritten and self._usage is not None:
+                name, first = next(itertools.groupby(self._unwritten, key=lambda one: one[0]))
+                batch = [spend for _, spend in first]
+                if not await self._blocking(False, self._usage.write, name, batch):
+                    return False
+                del self._unwritten[: len(batch)]
+            return True
 
     async def _adopt(self) -> None:
         """Settle what processes that died have left in the folder."""
@@ -152,7 +172,7 @@ class Ledger:
         for journal in await self._blocking(list[Journal](), _abandoned, self._folder):
             after = 0
             while spends := await self._blocking(none, journal.read, after, MAX_PENDING):
-                if await self._settle(journal.name, spends):
+                if await self._settle(journal.name, spends) or self._unwritten:
                     break
                 after = spends[-1].number
             if not spends:
@@ -176,7 +196,9 @@ class Ledger:
                 settled = await self.flush()
         except TimeoutError:
             pass
-        if not settled:
+        if self._unwritten:
+            log.warning("%d line(s) of the usage file could not be written", len(self._unwritten))
+        if self.unsettled:
             where = "stay in the journal" if self._journal is not None else "are lost"
             log.warning("%d settlement(s) %s: redis is away", self.unsettled, where)
         if self._journal is not None:

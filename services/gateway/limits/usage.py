@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvmesh.store.limits import Spend
+from services.gateway.limits.journal import write_whole
 
 MAX_BYTES = 64 << 20
 """A file that has grown beyond this is put aside under the time of that; nothing is ever deleted here."""
@@ -35,6 +36,8 @@ def usage_line(journal: str, spend: Spend) -> str:
             "cache": spend.cache,
             "code": spend.code,
             "unit": spend.unit,
+            # Of the budget that was charged; a request that ends after midnight began in the day before.
+            "period": spend.period.partition(":")[2],
             "cost": spend.cost,
         },
         separators=(",", ":"),
@@ -48,17 +51,15 @@ class UsageFile:
         self._path = path
         self._max_bytes = max_bytes
 
-    def write(self, journal: str, spends: Sequence[Spend]) -> None:
-        """Append whole lines. Raises OSError."""
+    def write(self, journal: str, spends: Sequence[Spend]) -> bool:
+        """Append whole lines: True. Raises OSError, and then none of them is there."""
         data = "".join(usage_line(journal, spend) + "\n" for spend in spends).encode()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
         try:
             # Lines of several processes must not mix, and only one of them puts the file aside.
             fcntl.flock(handle, fcntl.LOCK_EX)
-            view = memoryview(data)
-            while view:
-                view = view[os.write(handle, view) :]
+            write_whole(handle, data)
             there = os.fstat(handle)
             if there.st_size >= self._max_bytes and there.st_ino == os.stat(self._path).st_ino:
                 self._path.rename(self._path.with_name(f"{self._path.name}.{time.time_ns()}"))
@@ -67,3 +68,4 @@ class UsageFile:
             pass
         finally:
             os.close(handle)
+        return True

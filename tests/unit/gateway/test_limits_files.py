@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -91,6 +93,35 @@ async def test_a_disk_that_fails_costs_no_settlement(valkey: Valkey, tmp_path: P
         async with asyncio.timeout(LIMIT_S):
             while (await store.figures("disk", "tokens:all") or (0,))[0] != 3:
                 await asyncio.sleep(0.02)
+
+
+async def test_a_usage_file_that_cannot_be_written_gets_its_lines_later(
+    valkey: Valkey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a disk that is full, in the middle of a line."""
+    exported, full, write = tmp_path / "usage.jsonl", [True], os.write
+
+    def filling(handle: int, data: memoryview) -> int:
+        if full and os.readlink(f"/proc/self/fd/{handle}") == str(exported):
+            write(handle, data[:10])
+            raise OSError(errno.ENOSPC, "no space")
+        return write(handle, data)
+
+    monkeypatch.setattr("services.gateway.limits.journal.os.write", filling)
+    async with gateway(valkey, journal=tmp_path / "journal", usage_file=exported) as made:
+        ledger = made.limits.ledger
+        for _ in range(2):
+            ledger.add(a_spend(ledger.next_number(), "full"))
+            assert not await ledger.flush()
+        assert exported.read_bytes() == b""
+        # A process that dies now leaves them to the next.
+        assert ledger._journal is not None
+        assert [spend.number for spend in ledger._journal.read(0, 9)] == [1, 2]
+        full.clear()
+        assert await ledger.flush()
+        assert [json.loads(line)["id"] for line in lines(exported)] == [f"{made.name}:1", f"{made.name}:2"]
+        assert [json.loads(line)["period"] for line in lines(exported)] == ["all", "all"]
+        assert ledger._journal.read(0, 9) == []
 
 
 def test_usage_of_several_processes_is_in_whole_lines_however_often_the_file_is_put_aside(tmp_path: Path) -> None:
