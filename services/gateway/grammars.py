@@ -84,13 +84,17 @@ class Grammars:
         except TimeoutError:
             raise Overloaded("too many grammars are being checked", retry_after=RETRY_S) from None
         if not await running.ended(self._timeout_s):
-            raise refuse(f"took longer than {1e3 * self._timeout_s:g} ms to compile")
+            raise self._slow()
+
+    def _slow(self) -> InvalidArgument:
+        return refuse(f"took longer than {1e3 * self._timeout_s:g} ms to compile")
 
     def _judge(self, key: tuple[str, bytes], done: asyncio.Future[None]) -> None:
         running = self._running.pop(key)
         error = None if done.cancelled() else done.exception()
         if isinstance(error, InvalidArgument) or error is None:
-            self._verdicts[key] = error
+            # Too slow for who asked first is too slow for all.
+            self._verdicts[key] = self._slow() if error is None and running.cpu_s > self._timeout_s else error
         else:
             log.error("compiling a grammar failed", exc_info=error)
             self._verdicts[key] = refuse("it cannot be compiled")
@@ -122,22 +126,26 @@ class Grammars:
 
 
 class _Compiling:
-    """One grammar's turn in a thread. `begun` and `over` are the loop's."""
+    """One grammar's turn in a thread. `begun` and `over` are the loop's. `cpu_s`: what it took, once it is over."""
 
     def __init__(self, compile_: Callable[[], object]) -> None:
         self.begun, self.over = asyncio.Event(), asyncio.Event()
         self._compile = compile_
         self._loop = asyncio.get_running_loop()
         self._clock: int | None = None
-        self._cpu_s = 0.0
+        self._began_s = 0.0
+        self.cpu_s = 0.0
 
     def run(self) -> None:
         """In the thread."""
         if hasattr(time, "pthread_getcpuclockid"):
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
-            self._cpu_s = time.clock_gettime(self._clock)
+            self._began_s = time.clock_gettime(self._clock)
         self._loop.call_soon_threadsafe(self.begun.set)
-        self._compile()
+        try:
+            self._compile()
+        finally:
+            self.cpu_s = self._spent()
 
     async def ended(self, limit_s: float) -> bool:
         """Whether it has ended within its time: that of its thread on a processor, which does not hang on who else has
@@ -156,6 +164,6 @@ class _Compiling:
         if self._clock is None:
             return 0.0
         try:
-            return time.clock_gettime(self._clock) - self._cpu_s
+            return time.clock_gettime(self._clock) - self._began_s
         except OSError:  # the thread is gone
             return 0.0

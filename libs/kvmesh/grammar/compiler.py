@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvmesh.errors import Overloaded
+from kvmesh.errors import InvalidArgument, Overloaded
 from kvmesh.grammar.masks import threads
 from kvmesh.grammar.match import Match
 from kvmesh.grammar.source import GrammarSource
@@ -39,12 +39,19 @@ class GrammarCompiler:
         if not output:
             return match.begin(output, ends, ignore_eos)
         loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._pool, match.begin, output, ends, ignore_eos)
+        except InvalidArgument:
+            if not match.worn:
+                raise
+        match = await self.compile(source)
         return await loop.run_in_executor(self._pool, match.begin, output, ends, ignore_eos)
 
     async def compile(self, source: GrammarSource) -> Match:
         """The grammar's match at its beginning: to be copied, never to be used."""
         match = self._kept.get(source.digest)
-        if match is not None:
+        # What others have used up is built anew.
+        if match is not None and not match.worn:
             self._kept.move_to_end(source.digest)
             return match
         running = self._compiling.get(source.digest)

@@ -15,9 +15,9 @@ from kvmesh.grammar.source import refuse, sentence
 
 Words = npt.NDArray[np.uint32]
 
-# CPU seconds that the masks of one output may take: some to begin with, and some for each of its tokens. A step of the
-# engine waits for its masks, everybody's.
-_CPU_BASE_S: Final = 1.0
+# CPU seconds that the masks of one output and taking its tokens may need: some to begin with, and some for each token.
+# A step of the engine waits for both, everybody's.
+_CPU_BASE_S: Final = 0.5
 _CPU_TOKEN_S: Final = 0.005
 
 
@@ -26,14 +26,21 @@ class Match:
 
     error: why this output cannot go on; it stays. ends: stop tokens that may follow wherever the match is whole, as
     the end of sequence may (unless `ignore_eos`: then only where nothing else may). Inside the grammar a stop token is
-    a token like any other.
+    a token like any other. worn: a limit was met. What the library has built for a grammar is shared by all copies, and
+    its limits with it: who begins anew compiles anew.
     """
 
-    __slots__ = ("_count", "_cpu_s", "_matcher", "_pending", "_stopped", "_words", "ends", "eos", "error", "ignore_eos")
+    __slots__ = (
+        "_count", "_cpu_s", "_matcher", "_origin", "_pending", "_stopped", "_words", "ends", "eos", "error",
+        "ignore_eos", "worn",
+    )  # fmt: skip
 
     def __init__(
-        self, matcher: Any, size: int, eos: frozenset[int], ends: frozenset[int] = frozenset(), ignore_eos: bool = False
-    ) -> None:
+        self, matcher: Any, size: int, eos: frozenset[int], ends: frozenset[int] = frozenset(),
+        ignore_eos: bool = False, origin: Match | None = None,
+    ) -> None:  # fmt: skip
+        self.worn = False
+        self._origin = origin
         self.eos = eos
         self.ends = ends
         self.ignore_eos = ignore_eos
@@ -53,8 +60,13 @@ class Match:
     def begin(self, output: Sequence[int], ends: frozenset[int], ignore_eos: bool) -> Match:
         """A copy that has taken `output` already. Raises InvalidArgument where that does not fit."""
         match = self._with(ends - self.eos, ignore_eos)
-        if match._matcher.try_consume_tokens(list(output[:-1])) < len(output[:-1]):
-            raise refuse("the output so far does not match it")
+        try:
+            fits = match._matcher.try_consume_tokens(list(output[:-1])) == len(output[:-1])
+        except BaseException:  # a panic of the library's is no Exception
+            fits = False
+        match._look()
+        if not fits:
+            raise match.error or refuse("the output so far does not match it")
         if output:
             match.take(output[-1])
         if match.error is not None:
@@ -63,7 +75,8 @@ class Match:
 
     def _with(self, ends: frozenset[int], ignore_eos: bool) -> Match:
         self._settle()
-        match = Match(self._matcher.deep_copy(), 32 * len(self._words), self.eos, ends, ignore_eos)
+        size = 32 * len(self._words)
+        match = Match(self._matcher.deep_copy(), size, self.eos, ends, ignore_eos, self._origin or self)
         match._stopped = self._stopped
         return match
 
@@ -78,11 +91,13 @@ class Match:
         if self.error is not None:
             return
         whole = token in self.ends and self._matcher.is_accepting()
+        began = time.thread_time()
         try:
             taken = not self._stopped and self._matcher.try_consume_tokens([token]) == 1
         except BaseException as error:  # a panic of the library's is no Exception
             self.error = Internal(f"the grammar failed at token {token}: {str(error)[:200]}")
             return
+        self._cpu_s += time.thread_time() - began
         if taken:
             self._count += 1
             self._look()
@@ -109,7 +124,7 @@ class Match:
             return
         self._cpu_s += time.thread_time() - began
         if self._cpu_s > _CPU_BASE_S + _CPU_TOKEN_S * self._count:
-            self.error = refuse("takes too long to follow; make it simpler")
+            self._fail(refuse("takes too long to follow; make it simpler"))
         self._look()
         if self.error is not None:
             # Some token must be drawn; whoever takes it sees the error first.
@@ -119,6 +134,12 @@ class Match:
                 words[token >> 5] |= np.uint32(1 << (token & 31))
             if self.ignore_eos:
                 self._without(self.eos)
+        elif any(words[token >> 5] >> (token & 31) & 1 for token in self.eos):
+            # A grammar that names the end, or any token, inside: the library shows it and does not take it.
+            kept = without(words, self.eos)
+            if kept is words:
+                self._fail(refuse("only the end of the output can follow where more must"))
+            words[:] = kept
 
     def filling(self, done: Future[None]) -> None:
         """`fill` runs elsewhere: `mask` waits for `done`."""
@@ -146,7 +167,11 @@ class Match:
 
     def _look(self) -> None:
         if self.error is None and self._matcher.is_error():
-            self.error = refuse(sentence(self._matcher.get_error()))
+            self._fail(refuse(sentence(self._matcher.get_error())))
+
+    def _fail(self, error: KvmeshError) -> None:
+        self.error = error
+        (self._origin or self).worn = True
 
 
 def without(words: Words, tokens: frozenset[int]) -> Words:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Final
 
 from kvmesh.errors import InvalidArgument
@@ -18,6 +21,9 @@ MAX_TEXT_BYTES: Final = 64 << 10
 MAX_BYTES: Final = {"regex": 8 << 10, "lark": 16 << 10}
 # All regular expressions of the schemas of one grammar together.
 MAX_PATTERN_BYTES: Final = 8 << 10
+# The least number that all `multipleOf` of a grammar divide, without its factors of ten: the library walks through as
+# many remainders, and counts no fuel for it.
+MAX_MULTIPLE: Final = 1 << 16
 _JSON: Final = re.compile(r"%json\s*")
 _MAX_SENTENCE: Final = 300
 _ANY_OBJECT: Final = '{"type":"object"}'
@@ -65,8 +71,11 @@ class GrammarSource:
             size = len(rules.encode())
         if kind in MAX_BYTES and size > MAX_BYTES[kind]:
             raise refuse(f"is larger than the {MAX_BYTES[kind]} bytes that a {kind} may have")
-        if sum(map(_pattern_bytes, schemas)) > MAX_PATTERN_BYTES:
+        objects = [found for schema in schemas for found in _objects(schema)]
+        if sum(map(_pattern_bytes, objects)) > MAX_PATTERN_BYTES:
             raise refuse(f"the schema's patterns are larger than {MAX_PATTERN_BYTES} bytes together")
+        if _multiple(found.get("multipleOf") for found in objects) > MAX_MULTIPLE:
+            raise refuse("the schema's multipleOf have too large a common multiple")
         return cls(kind, text, hashlib.sha256(f"{kind}\0{text}".encode()).digest())
 
 
@@ -96,16 +105,35 @@ def _inner_schemas(lark: str) -> tuple[str, list[Any]]:
     return "".join([*rules, lark[at:]]), schemas
 
 
-def _pattern_bytes(schema: Any) -> int:
-    """Size of all that may be a regular expression; without recursion, since the depth is the user's."""
-    total, todo = 0, [schema]
+def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every object in it; without recursion, since the depth is the user's."""
+    todo = [schema]
     while todo:
         at = todo.pop()
         if isinstance(at, list):
             todo.extend(at)
         elif isinstance(at, dict):
-            pattern, named = at.get("pattern"), at.get("patternProperties")
-            total += len(pattern.encode()) if isinstance(pattern, str) else 0
-            total += sum(len(name.encode()) for name in named) if isinstance(named, dict) else 0
+            yield at
             todo.extend(at.values())
-    return total
+
+
+def _pattern_bytes(schema: dict[str, Any]) -> int:
+    """Size of all in an object, but not further in, that may be a regular expression."""
+    named, options = schema.get("patternProperties"), schema.get("x-guidance")
+    patterns: list[Any] = [schema.get("pattern")]
+    patterns += named if isinstance(named, dict) else ()
+    patterns += options.values() if isinstance(options, dict) else ()
+    # Half a surrogate pair is valid JSON; the library says what it thinks of it.
+    return sum(len(text.encode("utf-8", "surrogatepass")) for text in patterns if isinstance(text, str))
+
+
+def _multiple(divisors: Iterable[Any]) -> int:
+    """At least the common multiple's part that is no power of ten; one more than the limit stands for all above."""
+    multiple = 1
+    for divisor in divisors:
+        if isinstance(divisor, int | float) and not isinstance(divisor, bool):
+            digits = "".join(map(str, Decimal(repr(divisor)).as_tuple().digits)).rstrip("0")
+            multiple = math.lcm(multiple, int(digits or 1)) if len(digits) < 10 else MAX_MULTIPLE + 1
+            if multiple > MAX_MULTIPLE:
+                return MAX_MULTIPLE + 1
+    return multiple

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -97,6 +98,31 @@ async def test_one_that_takes_too_long_stops_nobody(grammars: Grammars, monkeypa
         impatient.close()
 
 
+async def test_too_slow_once_is_too_slow_ever_after(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, go = threading.Event(), threading.Event()
+    compile_ = Vocabulary.compile
+
+    def burn(self: Vocabulary, source: GrammarSource) -> Any:
+        entered.set()
+        assert go.wait(WAIT_S)
+        began = time.thread_time()
+        while time.thread_time() - began < 0.02:
+            pass
+        return compile_(self, source)
+
+    monkeypatch.setattr(Vocabulary, "compile", burn)
+    grammars._timeout_s = 0.01
+    first = asyncio.create_task(grammars.check(Grammar(regex="a+"), TOKENIZER))
+    assert await asyncio.to_thread(entered.wait, WAIT_S)
+    (running,) = grammars._running.values()
+    go.set()
+    with pytest.raises(InvalidArgument, match="took longer than 10 ms"):
+        await first
+    await asyncio.wait_for(running.over.wait(), WAIT_S)
+    with pytest.raises(InvalidArgument, match="took longer than 10 ms"):
+        await grammars.check(Grammar(regex="a+"), TOKENIZER)
+
+
 def twice(number: int) -> dict[str, Any]:
     return {"allOf": 2 * [{"$ref": f"#/$defs/d{number}"}]}
 
@@ -120,6 +146,9 @@ BOMBS = {
     ),
     "pattern": Grammar(json_schema='{"type":"string","pattern":"' + "a?" * 5000 + '"}'),
     "pattern in lark": Grammar(lark='start: %json {"type":"string","pattern":"' + "a?" * 5000 + '"}'),
+    "common multiple": Grammar(json_schema='{"allOf":[{"type":"integer","multipleOf":9973},{"multipleOf":9967}]}'),
+    "spacing": Grammar(lark='start: %json {"x-guidance":{"whitespace_pattern":"' + "[^a]{0,60000}" * 900 + '"}}'),
+    "half a pair": Grammar(json_schema='{"type":"string","pattern":"\\ud800"}'),
     "endless reference": Grammar(json_schema='{"$ref":"#"}'),
     "foreign reference": Grammar(json_schema='{"$ref":"http://example.com/schema.json"}'),
     "not": Grammar(json_schema='{"not":{"type":"string"}}'),

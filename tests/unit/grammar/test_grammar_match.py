@@ -243,6 +243,51 @@ def test_one_that_costs_too_much_ends_with_an_error(monkeypatch: pytest.MonkeyPa
     assert np.flatnonzero(np.unpackbits(match.mask().view(np.uint8), bitorder="little")).tolist() == [EOS]
 
 
+def test_taking_tokens_costs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvmesh.grammar import match as module
+
+    ambiguous = compiled(Grammar(lark='start: e\ne: e e | "+" | "++"'))
+    clock = iter(range(1000))
+    monkeypatch.setattr(module.time, "thread_time", lambda: float(next(clock)))
+    ambiguous.take(TOKENIZER.token_to_id("+"))
+    monkeypatch.setattr(module.time, "thread_time", lambda: 0.0)
+    ambiguous.fill()
+    assert isinstance(ambiguous.error, InvalidArgument)
+    assert "too long" in ambiguous.error.message
+
+
+async def test_limits_that_others_used_up_are_not_met_again() -> None:
+    """What is built for a grammar is shared by all its outputs; so are the limits of that."""
+    compiler = GrammarCompiler(VOCABULARY)
+    source = GrammarSource.of(Grammar(regex=r"(\p{L}|\p{N}){1,2000}\w{1,2000}"))
+    a = TOKENIZER.token_to_id("a")
+    try:
+        rows = [await compiler.begin(source) for _ in range(2)]
+        for row in rows:
+            for _ in range(4000):
+                row.fill()
+                if row.error is not None:
+                    break
+                row.take(a)
+        assert rows[0].error is not None
+        assert "lexer error: too many" in rows[0].error.message
+        for output in ([], [a], [a] * 30):
+            fresh = await compiler.begin(source, output)
+            assert len(allowed(fresh)) > 50
+            assert fresh.error is None
+        assert compiler.compiled == 2
+    finally:
+        compiler.close()
+
+
+def test_the_end_stands_only_where_the_match_is_whole() -> None:
+    """The library shows it for any token that may stand inside, and then does not take it."""
+    match = compiled(Grammar(lark="start: <[*]>{2}"))
+    assert EOS not in allowed(match)
+    with pytest.raises(InvalidArgument, match="only the end"):
+        compiled(Grammar(lark=f'start: <[{EOS}]> "a"'))
+
+
 def test_masks_are_filled_elsewhere_and_waited_for() -> None:
     thread = MaskThread()
     matches = [compiled(Grammar(regex=f"{digit}x")) for digit in range(5)]
@@ -327,6 +372,32 @@ def test_sizes_are_looked_at_before_anything_is_compiled() -> None:
         Grammar(lark=f"start: %json {inner}\nother: %json {inner}"),
         Grammar(json_schema=json.dumps({"patternProperties": {f"^{i}{'a?' * 100}": {} for i in range(50)}})),
         Grammar(lark='start: %json {"pattern": "' + "a?" * 4500 + '"}'),
+        Grammar(lark='start: %json {"x-guidance": {"item_separator": "' + "a?" * 4500 + '"}}'),
     ):
         with pytest.raises(InvalidArgument, match="larger than"):
             GrammarSource.of(grammar)
+
+
+@pytest.mark.parametrize(
+    ("divisors", "fine"),
+    [
+        (["0.01", "5", "100", "25", "0.1", "1e-5"], True),
+        (["9973"], True),
+        (["1000000000"], True),
+        (["true", '"a"', "0", "-7"], True),
+        (["9973", "9967"], False),
+        (["99400891"], False),
+        (["1048576"], False),
+        (["12345678.9"], False),
+        (["1" + "7" * 4000], False),
+    ],
+)
+def test_remainders_are_bounded_before_anything_is_compiled(divisors: list[str], fine: bool) -> None:
+    """The library would walk through all of them, for minutes and gigabytes."""
+    schema = '{"allOf": [' + ", ".join(f'{{"multipleOf": {divisor}}}' for divisor in divisors) + "]}"
+    for grammar in (Grammar(json_schema=schema), Grammar(lark=f"start: %json {schema}")):
+        if fine:
+            GrammarSource.of(grammar)
+        else:
+            with pytest.raises(InvalidArgument, match="multipleOf"):
+                GrammarSource.of(grammar)
