@@ -143,6 +143,7 @@ _ANSWERS: dict[str, Any] = {
             "token_strs": {"type": ["array", "null"], "items": _TEXT},
         }
     ),
+    "Event": _object({"data": {"type": "string", "description": "A part of the answer as JSON, at last [DONE]."}}),
     "Aborted": _object({"request_id": _TEXT, "found": {"type": "boolean"}}),
     "State": _object({"status": _TEXT}),
 }
@@ -151,8 +152,27 @@ _ANSWERS: dict[str, Any] = {
 def _content(schema: str, *, streams: bool = False) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=schema)}}}
     if streams:
-        content["text/event-stream"] = {"schema": _TEXT}
+        # Before OpenAPI 3.2 the schema of a stream is that of each of its events.
+        content["text/event-stream"] = {"schema": {"$ref": _REFERENCE.format(model="Event")}}
     return content
+
+
+_HEADERS: list[dict[str, Any]] = [
+    {
+        "name": "x-request-id",
+        "in": "header",
+        "required": False,
+        "description": "Id of the request where its body names none; one that cannot be an id is ignored.",
+        "schema": _TEXT,
+    },
+    {
+        "name": "x-kvmesh-details",
+        "in": "header",
+        "required": False,
+        "description": "Asks for the extension `kvmesh` in the answer.",
+        "schema": _TEXT,
+    },
+]
 
 
 def _responses(answer: str, statuses: Sequence[int], *, streams: bool = False) -> dict[str, Any]:
@@ -163,14 +183,17 @@ def _responses(answer: str, statuses: Sequence[int], *, streams: bool = False) -
 
 
 def _post(summary: str, body: str, answer: str, statuses: Sequence[int], *, streams: bool = False) -> dict[str, Any]:
-    return {
-        "post": {
-            "summary": summary,
-            "operationId": body,
-            "requestBody": {"required": True, "content": _content(body)},
-            "responses": _responses(answer, statuses, streams=streams),
-        }
+    responses = _responses(answer, statuses, streams=streams)
+    call: dict[str, Any] = {
+        "summary": summary,
+        "operationId": body,
+        "requestBody": {"required": True, "content": _content(body)},
+        "responses": responses,
     }
+    if streams:
+        call["parameters"] = _HEADERS
+        responses["200"]["headers"] = {"x-request-id": {"description": "Id of the request.", "schema": _TEXT}}
+    return {"post": call}
 
 
 def _get(summary: str, ident: str, answer: str, statuses: Sequence[int]) -> dict[str, Any]:
