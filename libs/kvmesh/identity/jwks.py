@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ DISCOVERY = "/.well-known/openid-configuration"
 FETCH_S = 5.0
 """What reading the set may take; with discovery, either of the two."""
 
+SLACK_S = 2.0
 REFRESH_S = 300.0
 RETRY_S = 10.0
 """Between two tries while a set is there, whatever the reason for them."""
@@ -153,6 +155,8 @@ class UrlKeys:
         self._read_at = -1e9
         self._tried_at = -1e9
         self._reading: asyncio.Task[None] | None = None
+        # Its own: a provider that answers a byte at a time holds up a thread for long, and nobody else's.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jwks")
 
     async def find(self, kid: str | None) -> KeySet:
         """See Keys. Waits for the provider where there is no set yet, or none with this key."""
@@ -186,9 +190,9 @@ class UrlKeys:
 
     async def _refresh(self) -> None:
         try:
-            # The thread has limits of its own, except for the name's resolution.
-            async with asyncio.timeout(2 * FETCH_S + 2.0):
-                keys = await asyncio.to_thread(self._fetch)
+            # The thread has limits of its own, except for the name's resolution and the answer's head.
+            async with asyncio.timeout(2 * FETCH_S + SLACK_S):
+                keys = await asyncio.get_running_loop().run_in_executor(self._thread, self._fetch)
             if keys != self._keys:
                 log.info("key set (JWKS): read, %d key(s)", len(keys))
                 self._keys = keys

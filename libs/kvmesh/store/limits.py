@@ -164,6 +164,7 @@ class LimitStore:
         self._hold_ms = hold_ms
         self._take_s = take_s
         self._listed: set[tuple[str, str]] = set()
+        store.on_connect.append(self._forget)
         self.clock_ms: int | None = None
 
     @property
@@ -173,6 +174,10 @@ class LimitStore:
 
     def _clock(self) -> str:
         return "" if self.clock_ms is None else str(self.clock_ms)
+
+    async def _forget(self, client: Any) -> None:
+        """It may have come back empty."""
+        self._listed.clear()
 
     async def take(self, tenant: str, hold: str, terms: Terms, *, cost: int, tokens: int) -> Taken | None:
         """All limits in one step: with verdict `ok` the hold is there, with any other nothing has changed."""

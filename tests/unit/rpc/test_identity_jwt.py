@@ -282,7 +282,9 @@ class Provider:
 
 
 @pytest.fixture
-def provider(tmp_path: Path) -> Iterator[Provider]:
+def provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Provider]:
+    # Nothing here is about how fast this machine is.
+    monkeypatch.setattr(jwks, "FETCH_S", LIMIT_S)
     made = Provider(tmp_path)
     yield made
     made.close()
@@ -356,6 +358,31 @@ async def test_without_a_first_set_nobody_can_tell(provider: Provider) -> None:
     stranger = UrlKeys(f"{provider.url}/jwks", ISSUER, context=ssl.create_default_context())
     with pytest.raises(errors.Unavailable):
         await stranger.find("rsa")
+
+
+async def test_a_provider_that_does_not_come_to_an_end_holds_up_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one more at each try: other work of the gateway needs threads, too."""
+    monkeypatch.setattr(jwks, "FETCH_S", 0.01)
+    monkeypatch.setattr(jwks, "SLACK_S", 0.01)
+    clock, over, begun = Clock(), threading.Event(), []
+
+    def fetch() -> jwks.KeySet:
+        begun.append(threading.current_thread().name)
+        over.wait(LIMIT_S)
+        return parse_jwks(key_page(*KEYS))
+
+    keys = UrlKeys("https://login.example/jwks", ISSUER, clock=clock)
+    monkeypatch.setattr(keys, "_fetch", fetch)
+    try:
+        for _ in range(5):
+            with pytest.raises(errors.Unavailable):
+                await keys.find("rsa")
+            clock.now += jwks.FIRST_RETRY_S
+        assert len(begun) <= 1
+    finally:
+        over.set()
+    monkeypatch.setattr(jwks, "FETCH_S", LIMIT_S)
+    assert await keys.find("rsa")
 
 
 async def test_discovery_names_the_set_and_must_be_the_issuers(provider: Provider) -> None:

@@ -252,6 +252,16 @@ async def test_a_clock_that_is_put_back_blocks_nobody(redis: RedisStore) -> None
     assert (await tenant.take("c", tokens=10)).verdict == "requests"
 
 
+async def test_a_redis_that_came_back_empty_lists_its_tenants_again(redis: RedisStore) -> None:
+    tenant = Tenant(redis)
+    await tenant.settle(tenant.spend("a", cost=1))
+    await redis.run("flush", lambda client: client.delete("kvmesh:usage:1970-01-12"), None)
+    for hook in redis.on_connect:
+        await hook(None)
+    await tenant.settle(tenant.spend("b", cost=1))
+    assert await tenant.store.tenants(["1970-01-12"]) == {tenant.name}
+
+
 async def test_redis_away_is_said_at_once() -> None:
     server = Valkey()
     try:
