@@ -29,6 +29,11 @@ class _RaisedByTemplate(jinja2.TemplateError):
     """What `raise_exception` in a template raises: a message for the caller about the messages."""
 
 
+# What a template fails with that does not fit the messages, or never ends.
+_FAILURES: tuple[type[Exception], ...] = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
+_FAILURES += (AttributeError, RecursionError, MemoryError)
+
+
 def _raise_exception(message: object) -> NoReturn:
     raise _RaisedByTemplate(str(message))
 
@@ -190,7 +195,7 @@ class ChatTemplate:
                 pieces.append(piece)
         except _RaisedByTemplate as exc:
             raise InvalidArgument(f"messages: {exc}", details={"field": "messages"}) from None
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as exc:
+        except _FAILURES as exc:
             raise InvalidArgument(
                 f"messages: the model's chat template cannot render them ({type(exc).__name__})",
                 details={"field": "messages"},

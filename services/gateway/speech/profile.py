@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from services.gateway.speech.formats import Hermes, ToolFormat, detect
 
@@ -16,7 +18,13 @@ class Marks:
     end: str
 
 
+_WORD = re.compile(r"""(?<![\w\])]\[)(?<!get\()(['"])([A-Za-z]\w*)\1""")
 _REASONING = (Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"))
+
+
+@lru_cache(maxsize=64)
+def _words(source: str) -> frozenset[str]:
+    return frozenset(found[2] for found in _WORD.finditer(source))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +52,9 @@ class Profile:
         )
 
     def names(self, text: str) -> bool:
-        """True when the template writes the text as a string, as it does with the roles that it knows."""
-        return f"'{text}'" in self.source or f'"{text}"' in self.source
+        """True when the template writes the word as a string, as it does with the roles that it knows; keys are none:
+        `message['role']`, `message.get('role')`."""
+        return text in _words(self.source)
 
 
 def profile(source: str | None, added: Mapping[str, int]) -> Profile:

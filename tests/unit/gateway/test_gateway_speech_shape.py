@@ -188,6 +188,13 @@ def test_unknown_roles_are_refused() -> None:
     assert rendered(request, knows) == "y"
 
 
+@pytest.mark.parametrize("role", ["role", "content", "<|im_start|>", "user' + '", "system\n"])
+def test_not_every_word_of_a_template_is_a_role(role: str) -> None:
+    """Keys of messages are in it too, and marks."""
+    with pytest.raises(InvalidArgument, match="the model knows no role"):
+        shape(asked([pb.ChatMessage(role=role, content="x")], tools=[]), smollm())
+
+
 def test_what_a_template_refuses_is_told() -> None:
     request = asked([pb.ChatMessage(role="system", content="x")], tools=[])
     with pytest.raises(InvalidArgument, match="Only user, assistant and tool roles are supported"):

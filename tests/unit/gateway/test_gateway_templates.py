@@ -137,6 +137,7 @@ def test_a_template_may_refuse_messages() -> None:
         "{{ 1 / 0 }}",
         "{% for i in range(100000000) %}{% endfor %}",
         "{% include 'x' %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
 def test_what_a_template_may_not_do(source: str) -> None:
