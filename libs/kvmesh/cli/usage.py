@@ -104,7 +104,10 @@ async def from_redis(
         raise Unavailable(f"Redis: {error}") from None
     watch = asyncio.create_task(redis.watch())
     try:
-        await redis.checked.wait()
+        try:
+            await asyncio.wait_for(redis.up.wait(), CONNECT_S)
+        except TimeoutError:
+            raise Unavailable("Redis does not answer") from None
         store = LimitStore(redis, hold_ms=1000, take_s=CONNECT_S)
         days = _days(since)
         names = {tenant} if tenant else await store.tenants(days)

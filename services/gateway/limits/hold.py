@@ -184,7 +184,10 @@ def unknown() -> Unavailable:
     return Unavailable("budgets cannot be checked now", retry_after=RETRY_S, details={"limit": "budget"})
 
 
-def exceeded(policy: Policy) -> BudgetExceeded:
-    """There is nothing left."""
+def exceeded(policy: Policy, spent: int | None = None) -> BudgetExceeded:
+    """There is nothing left, or, of what was `spent`, too little for a request."""
     period = {"day": " of the day", "month": " of the month", "none": ""}[policy.budget.period]
-    return BudgetExceeded(f"this tenant's budget{period} is spent", details={"limit": "budget"})
+    text = f"this tenant's budget{period} is spent"
+    if spent is not None and spent < policy.budget.amount:
+        text = f"what is left of this tenant's budget{period} is less than this request may use: ask for fewer tokens"
+    return BudgetExceeded(text, details={"limit": "budget"})

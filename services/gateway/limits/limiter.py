@@ -205,7 +205,7 @@ class Limits:
         }[taken.verdict]
         metrics.counter(names.LIMITS_REFUSED).labels(limit).inc()
         if taken.verdict == "spent":
-            return exceeded(policy)
+            return exceeded(policy, taken.spent)
         retry_s = taken.wait_ms / 1e3 or RETRY_S
         return Overloaded(f"this tenant {text}", retry_after=retry_s, details={"limit": limit})
 

@@ -82,16 +82,18 @@ def test_a_table_for_people(export: Path) -> None:
     assert "other" in result.output
 
 
-def test_sums_that_redis_keeps() -> None:
+def test_sums_that_redis_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing here is about how fast this machine is.
+    monkeypatch.setattr("kvmesh.cli.usage.CONNECT_S", 60.0)
     server = ValkeyServer(port=free_port())
     server.start()
     url = f"redis://127.0.0.1:{server.port}/0"
 
     async def spend() -> None:
-        redis = RedisStore(url, timeout_s=5.0)
+        redis = RedisStore(url, timeout_s=60.0)
         watch = asyncio.create_task(redis.watch())
         await asyncio.wait_for(redis.up.wait(), 60)
-        store = LimitStore(redis, hold_ms=1000, take_s=5.0)
+        store = LimitStore(redis, hold_ms=1000, take_s=60.0)
         spends = [
             Spend(1, "acme", "h", "tokens:all", NOW.timestamp(), 0, 15, 15, "m", 10, 4, 5, "r"),
             Spend(2, "other", "h", "money:all", NOW.timestamp(), 0, 9, 15, "m", 10, 4, 5, "r"),
@@ -124,7 +126,10 @@ def test_sums_that_redis_keeps() -> None:
         (["--redis-url", "nonsense"], 1, "Redis"),
     ],
 )
-def test_what_is_wrong_is_told(arguments: list[str], status: int, problem: str) -> None:
+def test_what_is_wrong_is_told(
+    arguments: list[str], status: int, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmesh.cli.usage.CONNECT_S", 0.1)
     result = CliRunner().invoke(app, ["usage", *arguments], env={"KVMESH_GATEWAY_REDIS_URL": ""})
     assert result.exit_code == status
     assert problem in result.output

@@ -131,9 +131,14 @@ async def test_a_spent_budget_refuses_for_good_and_a_held_one_for_now(valkey: Va
             await made.take("spent", allowed)
         assert (held.value.details, held.value.retry_after) == ({"limit": "budget"}, 1.0)
         hold.settle(usage(completion=100), None, 0)
-        with pytest.raises(BudgetExceeded, match="of the month") as spent:
+        # Of 150 there are 40: nobody is told that nothing is left.
+        with pytest.raises(BudgetExceeded, match="left of this tenant's budget of the month is less") as spent:
             await made.take("spent", allowed)
         assert spent.value.details == {"limit": "budget"}
+        (await made.take("spent", allowed, a_job(max_tokens=30))).settle(usage(completion=30), None, 0)
+        await made.settled()
+        with pytest.raises(BudgetExceeded, match="budget of the month is spent"):
+            await made.take("spent", allowed)
 
 
 async def test_a_long_answer_takes_more_while_it_streams(valkey: Valkey) -> None:

@@ -34,7 +34,7 @@ class Valkey:
 
 
 @contextlib.asynccontextmanager
-async def connected(url: str, timeout_s: float = 5.0) -> AsyncIterator[RedisStore]:
+async def connected(url: str, timeout_s: float = LIMIT_S) -> AsyncIterator[RedisStore]:
     """A connection whose breaker is closed."""
     store = RedisStore(url, timeout_s=timeout_s)
     watch = asyncio.create_task(store.watch())

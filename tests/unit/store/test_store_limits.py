@@ -37,7 +37,7 @@ class Tenant:
 
     def __init__(self, redis: RedisStore, **terms: Any) -> None:
         self.name = f"tenant-{next(_tenants)}"
-        self.store = LimitStore(redis, hold_ms=HOLD_MS, take_s=5.0)
+        self.store = LimitStore(redis, hold_ms=HOLD_MS, take_s=60.0)
         self.store.clock_ms = 1_000_000
         self.terms = Terms(0, 0, 0, 0, "tokens:all")._replace(**terms)
         self._number = itertools.count(1)

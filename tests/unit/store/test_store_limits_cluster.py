@@ -9,7 +9,7 @@ from test_flight_cluster import cluster  # noqa: F401
 
 async def test_limits_of_tenants_in_many_slots(cluster: str) -> None:  # noqa: F811
     async with connected(cluster) as redis:
-        store = LimitStore(redis, hold_ms=15_000, take_s=5.0)
+        store = LimitStore(redis, hold_ms=15_000, take_s=60.0)
         terms = Terms(10, 1000, 5, 100, "tokens:2026-11")
         spends = []
         for number in range(8):
