@@ -6,6 +6,8 @@ import importlib.metadata
 from collections.abc import Iterable
 from typing import Any, Final
 
+import numpy as np
+
 from kvmesh.errors import FailedPrecondition
 from kvmesh.grammar.match import Match
 from kvmesh.grammar.source import GrammarSource, refuse, sentence
@@ -16,7 +18,8 @@ _LIBRARY: Final = "llguidance"
 _LIMITS: Final[dict[str, Any]] = {
     "initial_lexer_fuel": 50_000,
     "step_lexer_fuel": 50_000,
-    "step_max_items": 5_000,
+    # An array of objects with 60 optional strings needs more than 5,000.
+    "step_max_items": 20_000,
     "max_items_in_row": 1_000,
     "max_lexer_states": 20_000,
     "max_grammar_size": 50_000,
@@ -78,4 +81,18 @@ class Vocabulary:
             raise match.error
         if match.over:
             raise refuse("nothing but an empty output matches it")
+        self._step(match)
         return match
+
+    def _step(self, match: Match) -> None:
+        """Go one token on: some limits are only met there."""
+        tokens = np.flatnonzero(np.unpackbits(match.mask().astype("<u4", copy=False).view(np.uint8), bitorder="little"))
+        for order in (tokens, tokens[::-1]):
+            token = next((token for token in map(int, order) if not self._tokenizer.is_special_token(token)), None)
+            if token is None:
+                return
+            ahead = match.copy()
+            ahead.take(token)
+            ahead.fill()
+            if ahead.error is not None:
+                raise ahead.error

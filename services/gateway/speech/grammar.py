@@ -6,6 +6,7 @@ In the Lark dialect of llguidance. A mark that is one token of the vocabulary ma
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
@@ -17,6 +18,8 @@ from services.gateway.speech.profile import Marks, Profile
 # Without a bound, a small model that must call goes on calling until its tokens are used up.
 MAX_CALLS = 16
 
+# A slash, escaped or not, and the escaped pairs before it: of two backslashes the second escapes nothing.
+_SLASH = re.compile(r"((?:\\[^/])*)\\?/", re.DOTALL)
 _COMBINED = frozenset({"allOf", "anyOf", "oneOf", "$ref", "patternProperties", "if", "unevaluatedProperties"})
 # Arguments are written in one way only, answers with little space: who may add white space may add it for ever.
 _SPACING = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
@@ -110,7 +113,7 @@ class Grammar:
                 self._rules["answer"] = f"%json {_spaced({'type': 'object'})}"
             case "regex":
                 self._rules["answer"] = "ANSWER"
-                self._rules["ANSWER"] = "/" + given.regex.replace("\\/", "/").replace("/", "\\/") + "/"
+                self._rules["ANSWER"] = "/" + _SLASH.sub(r"\1\\/", given.regex) + "/"
             case _:
                 return None
         return "answer"

@@ -137,6 +137,7 @@ BOMBS = {
     "chain of rules": Grammar(lark="start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(7000)) + 'r7000: "a"'),
     "parentheses": Grammar(lark="start: " + "(" * 7000 + '"a"' + ")" * 7000),
     "ambiguous": Grammar(lark="start: " + '"a"? ' * 2500),
+    "alternatives": Grammar(lark="start: " + " | ".join(f'"{i}"' for i in range(1500))),
     "left recursion": Grammar(lark='start: a\na: a a | "x" | '),
     "deep schema": Grammar(json_schema='{"items":' * 5000 + "{}" + "}" * 5000),
     "exponential schema": Grammar(

@@ -172,6 +172,8 @@ def test_a_form_of_answer_comes_after_the_reasoning(marks: bool, opened: bool) -
         (pb.Grammar(json_schema=json.dumps(CITY)), GOOD, BAD),
         (pb.Grammar(json_object=True), "{}", "1"),
         (pb.Grammar(regex="a/b|[0-9]+"), "a/b", "a"),
+        (pb.Grammar(regex=r"a\/b|/"), "a/b", "ab"),
+        (pb.Grammar(regex=r"a\\/b\\\/"), "a\\/b\\/", "a/b/"),
     ]:
         given = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi")])
         given.sampling.grammar.CopyFrom(form)
