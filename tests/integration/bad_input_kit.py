@@ -122,6 +122,7 @@ class Watch:
             self._thread.join(2 * WAIT_S)
 
     def check(self) -> None:
+        print(f"{self.looks} looks; worst {self.worst_cpu_s:.2f} s of a processor, {self.worst_s:.2f} s of the clock")
         assert self.failed is None, f"{self.failed!r}"
         assert self.looks > 0
         assert self.worst_cpu_s <= MAX_TURN_CPU_S, f"the loop computed for {self.worst_cpu_s:.2f} s in one turn"
