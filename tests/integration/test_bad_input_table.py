@@ -127,6 +127,9 @@ async def test_grpc(mesh: Mesh) -> None:
             flood = tuple((f"x-{n}", "x" * 100) for n in range(1000))
             found, _ = await call(channel, "kvmesh.v1.Inference/Generate", hello, metadata=flood)
             assert found == "RESOURCE_EXHAUSTED"
+            # A field of a later version of the protocol is no fault, as protobuf has it.
+            found, sentence = await call(channel, "kvmesh.v1.Inference/Generate", hello + b"\xfa\x7f\x03abc")
+            assert found == "OK", sentence
 
     await undisturbed(mesh, rows)
     assert not wrong, "\n".join(wrong)

@@ -63,7 +63,7 @@ PLAIN = {
 async def small_mesh(folder: Path) -> AsyncIterator[Mesh]:
     """One on which whatever is asked ends soon: few tokens, few choices."""
     program = folder / "program.json"
-    program.write_text('{"eos_after": 8, "max_model_len": 384}')
+    program.write_text('{"eos_after": 8, "max_model_len": 256}')
     settings = {
         "decode.scripted_faults": str(program),
         "prefill.scripted_faults": str(program),
