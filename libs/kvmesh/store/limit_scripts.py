@@ -57,6 +57,13 @@ local function level(got, since, limit, at)
   if not got or since > at + MARGIN then return full end
   return math.min(full, tonumber(got) + math.max(0, at - since) * limit)
 end
+local function owe(rates, tpm, at, back)
+  local got = redis.call('HMGET', rates, 't', 'ta')
+  local t = math.min(tpm * 60000, level(got[1], got[2], tpm, at) + back * 60000)
+  redis.call('HSET', rates, 't', text(t), 'ta', text(at))
+  local lives = math.max(redis.call('PTTL', rates), math.ceil(60000 - t / tpm) + MARGIN)
+  redis.call('PEXPIRE', rates, text(lives))
+end
 """
 
 TAKE = Script(
@@ -113,8 +120,8 @@ TOP_UP = Script(
     "limit_top_up",
     _COMMON
     + """
--- KEYS leases amounts spent; ARGV clock id hold_ms amount held most
-local at, id = now(ARGV[1]), ARGV[2]
+-- KEYS leases amounts spent rates; ARGV clock id hold_ms amount held most tokens_per_minute more
+local at, id, tpm, more = now(ARGV[1]), ARGV[2], tonumber(ARGV[7]), tonumber(ARGV[8])
 lapse(KEYS[1], KEYS[2], at)
 local cost, tokens = string.match(redis.call('HGET', KEYS[2], id) or '', '^(%d+) (%d+)$')
 if not cost then
@@ -129,6 +136,11 @@ if amount > 0 then
   grant = math.max(0, math.min(grant, amount - spent - held))
 end
 local total = text(tonumber(cost) + grant)
+if tpm > 0 and more > 0 then
+  -- A rate stops nothing that runs: it is owed, and the next request waits.
+  owe(KEYS[4], tpm, at, -more)
+  tokens = text(tonumber(tokens) + more)
+end
 redis.call('HSET', KEYS[2], id, total .. ' ' .. tokens)
 redis.call('HINCRBY', KEYS[2], '+', text(grant))
 lease(KEYS[1], KEYS[2], id, at, tonumber(ARGV[3]))
@@ -191,13 +203,7 @@ end
 redis.call('SET', KEYS[6], text(last), 'PX', ARGV[5])
 redis.call('PEXPIRE', KEYS[5], ARGV[4])
 if ARGV[3] ~= '0' then redis.call('PEXPIRE', KEYS[4], ARGV[3]) end
-if tpm > 0 and back ~= 0 then
-  local got = redis.call('HMGET', KEYS[1], 't', 'ta')
-  local t = math.min(tpm * 60000, level(got[1], got[2], tpm, at) + back * 60000)
-  redis.call('HSET', KEYS[1], 't', text(t), 'ta', text(at))
-  local lives = math.max(redis.call('PTTL', KEYS[1]), math.ceil(60000 - t / tpm) + MARGIN)
-  redis.call('PEXPIRE', KEYS[1], text(lives))
-end
+if tpm > 0 and back ~= 0 then owe(KEYS[1], tpm, at, back) end
 lapse(KEYS[2], KEYS[3], at)
 return last
 """,

@@ -191,15 +191,24 @@ class LimitStore:
         return None if reply is None else Taken(_text(reply[0]), *(int(part) for part in reply[1:]))  # type: ignore[arg-type]
 
     async def top_up(
-        self, tenant: str, hold: str, *, amount: int, period: str, held: int, most: int
+        self,
+        tenant: str,
+        hold: str,
+        *,
+        amount: int,
+        period: str,
+        held: int,
+        most: int,
+        tokens_per_minute: int = 0,
+        tokens: int = 0,
     ) -> tuple[int, int] | None:
         """More for a running request: what was granted of `most` (as far as the budget goes), and what it holds now.
-        `held`: what it holds as far as the gateway knows."""
+        `held`: what it holds as far as the gateway knows. `tokens`: what its rate is charged besides."""
         keys = TenantKeys(tenant)
         reply = await self._store.script(
             TOP_UP,
-            [keys.leases, keys.amounts, keys.spent(period)],
-            [self._clock(), hold, self._hold_ms, amount, held, most],
+            [keys.leases, keys.amounts, keys.spent(period), keys.rates],
+            [self._clock(), hold, self._hold_ms, amount, held, most, tokens_per_minute, tokens],
             write=True,
         )
         return None if reply is None else (int(reply[0]), int(reply[1]))

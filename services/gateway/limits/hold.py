@@ -33,8 +33,8 @@ class Owner(Protocol):
     def strict(self) -> bool:
         """True when nothing may be used that Redis has not granted."""
 
-    async def top_up(self, hold: TenantHold, most: int) -> tuple[int, int] | None:
-        """Cost granted of `most`, and held now; None = nobody knows, as while Redis is away."""
+    async def top_up(self, hold: TenantHold, most: int, tokens: int) -> tuple[int, int] | None:
+        """Cost granted of `most`, and held now; None = nobody knows, as while Redis is away. `tokens`: for the rate."""
 
     def spawn(self, hold: TenantHold, step: int) -> asyncio.Task[None]:
         """Run `hold.grow(step)`."""
@@ -89,7 +89,8 @@ class TenantHold:
 
     def _watch(self) -> None:
         """Say at which output something has to be done."""
-        if not self.policy.budget.amount or self.covered >= self.most:
+        counted = self.policy.budget.amount or self.policy.tokens_per_minute
+        if not counted or self.covered >= self.most:
             self._next = NEVER
         elif self._exhausted:
             self._next = self.covered
@@ -116,7 +117,8 @@ class TenantHold:
 
     def short(self, completion_tokens: int) -> bool:
         """See Hold."""
-        return completion_tokens > self.covered and completion_tokens >= self._next
+        budget = self.policy.budget.amount
+        return bool(budget) and completion_tokens > self.covered and completion_tokens >= self._next
 
     async def cover(self, completion_tokens: int) -> None:
         """See Hold."""
@@ -130,10 +132,10 @@ class TenantHold:
         """Take as much as `step` more output tokens cost."""
         try:
             want = max(0, self.cost(self.covered + step) - self.held)
-            got = await self._owner.top_up(self, want)
+            got = await self._owner.top_up(self, want, step)
             if got is None:
                 outcome = "away"
-                if self._owner.strict:
+                if self._owner.strict and self.policy.budget.amount:
                     # Asked for again before what there is runs out.
                     self._blind = True
                 else:

@@ -219,13 +219,20 @@ class Limits:
         """See Owner."""
         return self._tasks.spawn(hold.grow(step), name="limits-top-up", essential=False)
 
-    async def top_up(self, hold: TenantHold, most: int) -> tuple[int, int] | None:
+    async def top_up(self, hold: TenantHold, most: int, tokens: int) -> tuple[int, int] | None:
         """See Owner."""
         if self._store is None or not self._store.store.ok:
             return None
         amount = hold.policy.budget.amount
         return await self._store.top_up(
-            hold.tenant, hold.id, amount=amount, period=hold.period, held=hold.held, most=most
+            hold.tenant,
+            hold.id,
+            amount=amount,
+            period=hold.period,
+            held=hold.held,
+            most=most,
+            tokens_per_minute=hold.policy.tokens_per_minute,
+            tokens=tokens,
         )
 
     async def _renew(self) -> None:

@@ -189,6 +189,28 @@ async def test_what_comes_at_once_is_taken_before_it_is_shown(valkey: Valkey) ->
         assert figures.held <= 10_000
 
 
+async def test_a_rate_is_charged_while_answers_get_longer_than_was_thought(valkey: Valkey) -> None:
+    """Not at their end alone: until then any number more would be let in."""
+    allowed = policy(tokens_per_minute=3000)
+    async with gateway(valkey) as made:
+        long = await made.take("longer", allowed, a_job(prompt=100, max_tokens=8000))
+        (await made.take("longer", allowed)).settle(usage(), None, 1)
+        for used in range(0, 6000, 100):
+            long.used(used)
+            await until(lambda: long._growing is None)
+        await made.settled()
+        with pytest.raises(Overloaded) as refused:
+            await made.take("longer", allowed)
+        assert refused.value.details == {"limit": "tokens_per_minute"}
+        assert made.stopped == []
+        # Of what was taken, that which was not used comes back.
+        long.settle(usage(prompt=100, completion=2000), None, 0)
+        await made.settled()
+        state = (await made.take("longer", allowed)).state.tokens
+        assert state is not None
+        assert 790 <= state.remaining < 3000 - 110
+
+
 async def test_all_that_best_of_runs_is_held(valkey: Valkey) -> None:
     allowed = policy(budget={"amount": 100_000})
     async with gateway(valkey) as made:
