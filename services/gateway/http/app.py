@@ -111,6 +111,9 @@ def _unread(exchange: Exchange) -> bool:
     """Whether more of the body is to come than is worth waiting for."""
     if exchange.body_read:
         return False
+    if header(exchange.scope, b"expect") is not None:
+        # It may never come, and what is sent instead would be taken for it.
+        return True
     length = header(exchange.scope, b"content-length")
     if length is not None:
         return not length.isdigit() or len(length) > 18 or int(length) > UNREAD_BYTES

@@ -74,7 +74,7 @@ class Exchange:
     async def look(self, now: float, *, first_s: float, idle_s: float) -> None:
         """A comment where nothing was written for `idle_s`, so that nobody between takes an idle stream for a dead one;
         the head where there is nothing to send for `first_s`. Not while its client does not read."""
-        if self.ended or self.scope["state"]["connection"].flow.write_paused:
+        if self.ended or self._stalled:
             return
         if not self.started:
             if now - self._begun >= first_s:
@@ -86,10 +86,15 @@ class Exchange:
             await self.sign_of_life()
 
     async def sign_of_life(self) -> None:
-        """A comment, which clients pass over."""
+        """A comment, which clients pass over. One that does not read needs none: nobody may wait for it."""
         await self.open()
-        if not self.ended:
+        if not self.ended and not self._stalled:
             await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+
+    @property
+    def _stalled(self) -> bool:
+        paused: bool = self.scope["state"]["connection"].flow.write_paused
+        return paused
 
     # --- one body
     async def answer(self, body: bytes, status: int = 200, headers: Headers | None = None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from services.gateway.http.errors import HttpError, error_body
@@ -35,6 +36,21 @@ class Refused(Exception):
         self.error = HttpError(status, message, code=code)
 
 
+class _Endless(int):
+    """Length of a body that ends with its connection, as uvicorn counts it down."""
+
+    def __isub__(self, other: int) -> _Endless:
+        return self
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
 class Connection(TlsAwareProtocol):
     """See above. `max_age_s`: 0 = as long as the client likes. `max_body_bytes`: buffered before it is read."""
 
@@ -45,6 +61,9 @@ class Connection(TlsAwareProtocol):
         self._until = self.loop.time() + max_age_s * random.uniform(0.9, 1.1) if max_age_s else 0.0
         self._head_since: float | None = self.loop.time()
         self._begun = False
+        self._in_head = False
+        self._muted = False
+        self._header_count = 0
         self._dropping = False
         self._dropped = 0
         # Bytes since the parser last gave something that is bounded elsewhere.
@@ -64,9 +83,38 @@ class Connection(TlsAwareProtocol):
                 self.abort()
             return
         self._unclaimed += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._unclaimed > MAX_HEAD_BYTES and not self._dropping and self.parser is not None:
             self._refuse(Refused(431, "The request's head is too large.", "headers_too_large"))
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._pass_over(data[offer.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _pass_over(self, rest: bytes) -> None:
+        """Another protocol was offered, which we decline by going on. The parser takes the head's end for the end of
+        the request then: a new one reads the body, told of its length by the head's own lines."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        length = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
+        if length and not self.cycle.response_complete:
+            self.cycle.more_body = True
+            self.cycle.message_event.clear()
+            lines = b"".join(b"%s: %s\r\n" % pair for pair in length)
+            self._muted = True
+            try:
+                self.parser.feed_data(b"POST / HTTP/1.1\r\n" + lines + b"\r\n")
+            finally:
+                self._muted = False
+            if length == [(b"content-length", b"0")]:
+                self.on_message_complete()
+        if rest:
+            self._parse(rest)
 
     def send_400_response(self, msg: str) -> None:
         """What the parser did not take: its own reason, or ours."""
@@ -74,31 +122,49 @@ class Connection(TlsAwareProtocol):
 
     def on_message_begin(self) -> None:
         """A new head."""
+        if self._muted:
+            return
         super().on_message_begin()
-        self._begun = True
+        self._begun = self._in_head = True
+        self._header_count = 0
         self._head_since = self.loop.time()
         self._head_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         """Bounded."""
+        if self._muted:
+            return
         super().on_url(url)
         if len(self.url) > MAX_URL_BYTES:
             self._stop(414, "The URL is too long.", "url_too_long")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Bounded, those after the body too."""
+        """Bounded, those after the body too, which are no headers: nobody on the way has looked at them."""
+        if self._muted:
+            return
         self._head_bytes += len(name) + len(value)
-        if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) >= MAX_HEADERS:
+        self._header_count += 1
+        if self._head_bytes > MAX_HEAD_BYTES or self._header_count > MAX_HEADERS:
             self._stop(431, "The request has too many headers.", "headers_too_large")
-        super().on_header(name, value)
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The request begins."""
+        if self._muted:
+            return
         self._unclaimed = 0
         self._head_since = None
+        self._in_head = False
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop(429, "Too many requests at once on one connection.", "too_many_pipelined")
         super().on_headers_complete()
+        if self.pipeline:
+            # Bounded above and by `on_body`. Unread, the end of the connection would not be seen.
+            self.flow.resume_reading()
+        if self.scope["http_version"] == "1.0":
+            # It knows no chunks.
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _Endless()
         if self._until and self.loop.time() >= self._until:
             self.cycle.keep_alive = False
 
@@ -111,6 +177,8 @@ class Connection(TlsAwareProtocol):
 
     def on_message_complete(self) -> None:
         """The request is whole."""
+        if self._muted:
+            return
         self._unclaimed = 0
         super().on_message_complete()
 
@@ -118,6 +186,12 @@ class Connection(TlsAwareProtocol):
         """Out of the parser: it turns every exception into its own and stops."""
         self._refused = Refused(status, message, code)
         raise self._refused
+
+    def on_response_complete(self) -> None:
+        """The next head is waited for; what comes and begins none does not make that longer."""
+        if not self._in_head:
+            self._head_since, self._begun = self.loop.time(), False
+        super().on_response_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -159,10 +233,11 @@ class Connection(TlsAwareProtocol):
         for name, value in pairs:
             content += [name, b": ", value, b"\r\n"]
         self.transport.write(b"".join([*content, b"\r\n", body]))
-        if self.cycle is not None:
-            self.cycle.response_started = self.cycle.response_complete = True
-            self.cycle.keep_alive = False
-            self.cycle.message_event.set()
+        for cycle in (self._running, self.cycle):
+            if cycle is not None:
+                cycle.response_started = cycle.response_complete = True
+                cycle.keep_alive = False
+                cycle.message_event.set()
         self.pipeline.clear()
         self._dropping = True
         self._unset_keepalive_if_required()

@@ -114,10 +114,17 @@ class HttpServer:
     async def look(self, now: float) -> None:
         """Once a second; `now`: on the loop's clock."""
         self._date()
+        # What fails in a look is its own: the others are still to be looked after.
         for connection in self.connections:
-            connection.look(now)
+            try:
+                connection.look(now)
+            except Exception:
+                log.exception("a connection could not be looked after")
         for exchange in list(self.face.live):
-            await exchange.look(now, first_s=self._settings.first_metadata_s, idle_s=SIGN_OF_LIFE_S)
+            try:
+                await exchange.look(now, first_s=self._settings.first_metadata_s, idle_s=SIGN_OF_LIFE_S)
+            except Exception:
+                log.exception("a stream could not be looked after")
 
     def _date(self) -> None:
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
