@@ -167,6 +167,7 @@ class Request:
     async def accepted(self, event: pb.Accepted) -> None:
         """See Sink."""
         self._accepted_at = self._loop.time()
+        self._served = self._served or pb.Served()
         self._reader = await self._reader_of(event.model)
         await self._send(pb.GenerateEvent(accepted=event))
 
@@ -305,7 +306,7 @@ class Request:
 
     async def _replay(self, job: Job, decision: Decision, answer: router_pb2.CachedAnswer) -> End:
         """Stream a remembered answer like a fresh one."""
-        self._free = True
+        self._free, self._served = True, pb.Served(cache=decision.cache)
         await self.accepted(
             pb.Accepted(
                 request_id=job.request_id,

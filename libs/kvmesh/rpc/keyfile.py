@@ -34,7 +34,8 @@ TOML (or JSON of the same shape):
 
 A budget counts `tokens` (prompt + output) or `money`, in whole micro-units: 50_000_000 are 50. A model that no pattern
 names costs the dearest of them. An answer from the cache costs nothing, nor does a request that failed before its
-first token; one that failed later costs what it had used.
+first token; one that failed later costs what it had used, and one whose client leaves while a worker is at it costs
+its prompt.
 
 Keys are random (256 bits), so a plain SHA-256 cannot be reversed by guessing and a look-up by digest tells nothing.
 """

@@ -51,7 +51,7 @@ class Hold(Protocol):
 
     def settle(self, usage: pb.Usage, served: pb.Served | None, code: int) -> None:
         """The end: what was used is charged, the rest given back. Returns at once; idempotent. `code`: google.rpc.Code,
-        0 = it went well."""
+        0 = it went well. `served`: None where nobody had taken it yet."""
 
 
 class Counted(Protocol):

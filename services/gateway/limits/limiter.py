@@ -41,6 +41,7 @@ RENEWALS = 8
 
 NO_HOLD = NoHold()
 HITS = ("exact", "semantic")
+CANCELLED = grpc.StatusCode.CANCELLED.value[0]
 
 
 class Limits:
@@ -121,7 +122,7 @@ class Limits:
             taken = await asyncio.shield(asking)
         except asyncio.CancelledError:
             # It may be let in all the same: given back once that is known.
-            asking.add_done_callback(lambda _: hold.settle(pb.Usage(), None, grpc.StatusCode.CANCELLED.value[0]))
+            asking.add_done_callback(lambda _: hold.settle(pb.Usage(), None, CANCELLED))
             raise
         if taken is not None:
             return self._admit(hold, taken)
@@ -260,8 +261,8 @@ class Limits:
                 del self._holds[hold.tenant]
         cache = served.cache if served is not None else ""
         prompt, cached, completion = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
-        if code and not completion:
-            # It failed before it was of any use.
+        if code and not completion and not (code == CANCELLED and served is not None):
+            # It failed before it was of any use; whose client left while a worker was at it, was not failed.
             prompt = cached = 0
         free = cache in HITS
         used = 0 if free else prompt + completion

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway_world import World, end_of, kinds, rest
+from gateway_world import World, end_of, kinds, next_event, rest
 from kvmesh.errors import BudgetExceeded, Overloaded
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
@@ -221,3 +221,22 @@ async def test_an_answer_that_costs_nothing_takes_nothing_more(
     async with asyncio.timeout(LIMIT_S):
         while await figures(world, "long") != (0, 0, 0):
             await asyncio.sleep(0.01)
+
+
+async def test_who_leaves_while_a_worker_is_at_the_prompt_pays_for_it(world: World, settings: Any) -> None:
+    """To have prompts computed for nothing, again and again, would be cheap otherwise."""
+    worker = await world.worker()
+
+    async def nothing_yet(request: Any) -> None:
+        """A long prompt."""
+
+    worker.on_submit = nothing_yet
+    await begin(world, static=True, **settings)
+    call = world.chat(metadata=bearer("counted"))
+    accepted = await next_event(call)
+    assert accepted.WhichOneof("event") == "accepted"
+    call.cancel()
+    async with asyncio.timeout(LIMIT_S):
+        while await figures(world, "counted") != (accepted.accepted.prompt_tokens, 0, 0):
+            await asyncio.sleep(0.01)
+    await worker.aborts.wait()

@@ -98,6 +98,10 @@ async def test_what_was_used_is_charged_once_and_the_rest_given_back(valkey: Val
         (usage(completion=5), None, 14, 15),
         (usage(), None, 14, 0),
         (usage(), None, 1, 0),
+        # Its client left: before and after a worker had taken it.
+        (usage(), "", 1, 10),
+        (usage(), "", 14, 0),
+        (usage(), "exact", 1, 0),
     ],
 )
 async def test_what_an_end_costs(valkey: Valkey, used: pb.Usage, cache: str | None, code: int, cost: int) -> None:
@@ -105,7 +109,7 @@ async def test_what_an_end_costs(valkey: Valkey, used: pb.Usage, cache: str | No
     tenant = f"ends-{cache}-{code}-{cost}"
     async with gateway(valkey) as made:
         hold = await made.take(tenant, allowed)
-        hold.settle(used, pb.Served(cache=cache) if cache else None, code)
+        hold.settle(used, pb.Served(cache=cache) if cache is not None else None, code)
         await made.settled()
         assert await made.figures(tenant, allowed) == (cost, 0, 0)
 
