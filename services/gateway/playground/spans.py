@@ -38,20 +38,23 @@ class _Trace:
 
 
 class Spans:
-    """Traces by (tenant, request id). At most `max_traces` of `max_spans` each (and as many of the gateway's own), none
-    older than `ttl_s` seconds; the oldest go first. A span costs a few hundred bytes: names and attributes are cut to
-    256 characters."""
+    """Traces by (tenant, request id). At most `max_traces` of `max_spans` each (and as many of the gateway's own),
+    `max_total` spans in all, none older than `ttl_s` seconds; the oldest traces go first. A span costs a few hundred
+    bytes, 4 KiB at most: names and attributes are cut to 256 characters."""
 
     def __init__(
         self,
         *,
         max_traces: int = 512,
         max_spans: int = 256,
+        max_total: int = 16_384,
         ttl_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_traces = max_traces
         self._max_spans = max_spans
+        self._max_total = max_total
+        self._total = 0
         self._ttl_s = ttl_s
         self._clock = clock
         self._traces: OrderedDict[bytes, _Trace] = OrderedDict()
@@ -82,6 +85,9 @@ class Spans:
             self._ids[key] = trace_id
         trace.seen.add(span.span_id)
         trace.spans.append(span)
+        self._total += 1
+        while self._total > self._max_total and len(self._traces) > 1:
+            self._drop(next(iter(self._traces)))
 
     def of(self, tenant: str, request_id: str) -> list[Span]:
         """Spans of a tenant's request so far; [] before the gateway's own has come, and of other tenants' requests."""
@@ -100,6 +106,7 @@ class Spans:
 
     def _drop(self, trace_id: bytes) -> None:
         trace = self._traces.pop(trace_id)
+        self._total -= len(trace.spans)
         for key in trace.keys:
             if self._ids.get(key) == trace_id:
                 del self._ids[key]

@@ -148,6 +148,15 @@ def test_memory_is_bounded() -> None:
     assert spans._ids == {}
 
 
+def test_all_traces_together_are_bounded() -> None:
+    spans = Spans(max_traces=100, max_spans=50, max_total=60)
+    for number in range(5):
+        for _ in range(30):
+            spans.add(trace(number), span("x", 0, 1))
+    assert list(spans._traces) == [trace(3), trace(4)]
+    assert spans._total == sum(len(each.spans) for each in spans._traces.values()) == 60
+
+
 def test_a_span_that_is_sent_twice_counts_once() -> None:
     spans = Spans()
     mine = root(0, 5)
