@@ -111,25 +111,28 @@ class Match:
 
     def fill(self) -> None:
         """Compute the mask of what may follow. Releases the GIL; does not raise."""
+        try:
+            self._fill()
+        except BaseException as error:  # a panic of the library's is no Exception
+            self.error = Internal(f"the grammar's mask failed: {str(error)[:200]}")
+        if self.error is not None:
+            # Some token must be drawn; whoever takes it sees the error first.
+            self._only(self.eos)
+
+    def _fill(self) -> None:
+        words, matcher = self._words, self._matcher
         if self.error is not None or self.over:
             self._only(self.eos)
             return
-        words, matcher = self._words, self._matcher
         began = time.thread_time()
-        try:
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        except BaseException as error:  # a panic of the library's is no Exception
-            self.error = Internal(f"the grammar's mask failed: {str(error)[:200]}")
-            self._only(self.eos)
-            return
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._cpu_s += time.thread_time() - began
         if self._cpu_s > _CPU_BASE_S + _CPU_TOKEN_S * self._count:
             self._fail(refuse("takes too long to follow; make it simpler"))
         self._look()
         if self.error is not None:
-            # Some token must be drawn; whoever takes it sees the error first.
-            self._only(self.eos)
-        elif matcher.is_accepting():
+            return
+        if matcher.is_accepting():
             for token in self.ends:
                 words[token >> 5] |= np.uint32(1 << (token & 31))
             if self.ignore_eos:

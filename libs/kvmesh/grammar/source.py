@@ -21,6 +21,10 @@ MAX_TEXT_BYTES: Final = 64 << 10
 MAX_BYTES: Final = {"regex": 8 << 10, "lark": 16 << 10}
 # All regular expressions of the schemas of one grammar together.
 MAX_PATTERN_BYTES: Final = 8 << 10
+# Entries of all objects and lists of its schemas, and how many of them `patternProperties` may be: the library's time
+# grows faster than they do.
+MAX_ENTRIES: Final = 10_000
+MAX_PATTERN_PROPERTIES: Final = 128
 # The least number that all `multipleOf` of a grammar divide, without its factors of ten: the library walks through as
 # many remainders, and counts no fuel for it.
 MAX_MULTIPLE: Final = 1 << 16
@@ -71,7 +75,13 @@ class GrammarSource:
             size = len(rules.encode())
         if kind in MAX_BYTES and size > MAX_BYTES[kind]:
             raise refuse(f"is larger than the {MAX_BYTES[kind]} bytes that a {kind} may have")
-        objects = [found for schema in schemas for found in _objects(schema)]
+        parts = [found for schema in schemas for found in _parts(schema)]
+        if sum(map(len, parts)) > MAX_ENTRIES:
+            raise refuse(f"the schema has more than {MAX_ENTRIES} entries")
+        objects = [found for found in parts if isinstance(found, dict)]
+        named = [found["patternProperties"] for found in objects if isinstance(found.get("patternProperties"), dict)]
+        if sum(map(len, named)) > MAX_PATTERN_PROPERTIES:
+            raise refuse(f"the schema has more than {MAX_PATTERN_PROPERTIES} patternProperties")
         if sum(map(_pattern_bytes, objects)) > MAX_PATTERN_BYTES:
             raise refuse(f"the schema's patterns are larger than {MAX_PATTERN_BYTES} bytes together")
         if _multiple(found.get("multipleOf") for found in objects) > MAX_MULTIPLE:
@@ -105,16 +115,14 @@ def _inner_schemas(lark: str) -> tuple[str, list[Any]]:
     return "".join([*rules, lark[at:]]), schemas
 
 
-def _objects(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every object in it; without recursion, since the depth is the user's."""
+def _parts(schema: Any) -> Iterator[dict[str, Any] | list[Any]]:
+    """Every object and list in it; without recursion, since the depth is the user's."""
     todo = [schema]
     while todo:
         at = todo.pop()
-        if isinstance(at, list):
-            todo.extend(at)
-        elif isinstance(at, dict):
+        if isinstance(at, dict | list):
             yield at
-            todo.extend(at.values())
+            todo.extend(at.values() if isinstance(at, dict) else at)
 
 
 def _pattern_bytes(schema: dict[str, Any]) -> int:

@@ -307,6 +307,22 @@ def test_masks_are_filled_elsewhere_and_waited_for() -> None:
     thread.close()
 
 
+def test_a_mask_that_fails_is_its_own_outputs_error() -> None:
+    class Broken:
+        def is_stopped(self) -> bool:
+            raise BaseException("a panic")
+
+    thread = MaskThread()
+    matches = [compiled(Grammar(regex="0x")) for _ in range(3)]
+    good, matches[1]._matcher = matches[1]._matcher, Broken()
+    thread.fill(matches)
+    for match in matches:
+        assert match.mask().any()
+    assert [match.error is None for match in matches] == [True, False, True]
+    matches[1]._matcher = good
+    thread.close()
+
+
 def test_its_threads_have_room_for_recursion() -> None:
     """The bound on a Lark text leaves a chain of rules that a small stack would not carry."""
     before = threading.stack_size()
@@ -372,9 +388,11 @@ def test_sizes_are_looked_at_before_anything_is_compiled() -> None:
         Grammar(lark=f"start: %json {inner}\nother: %json {inner}"),
         Grammar(json_schema=json.dumps({"patternProperties": {f"^{i}{'a?' * 100}": {} for i in range(50)}})),
         Grammar(lark='start: %json {"pattern": "' + "a?" * 4500 + '"}'),
+        Grammar(json_schema='{"enum": [' + ", ".join(["[]"] * 11_000) + "]}"),
+        Grammar(json_schema=json.dumps({"patternProperties": {f"^k{i:03d}[a-z]{{1,9}}$": {} for i in range(300)}})),
         Grammar(lark='start: %json {"x-guidance": {"item_separator": "' + "a?" * 4500 + '"}}'),
     ):
-        with pytest.raises(InvalidArgument, match="larger than"):
+        with pytest.raises(InvalidArgument, match=r"larger than|more than"):
             GrammarSource.of(grammar)
 
 
