@@ -2,7 +2,8 @@
 
 closed → open after FAILURES failures among the last ENDS that say anything → after a backoff half-open, one probe at a
 time → closed by a success, open again, for longer, by a failure. A probe that ends without saying anything (its client
-left, the worker was full) makes way for the next.
+left, the worker was full) makes way for the next, and so does one that gives tokens: a long stream is no reason to
+leave a worker out until it has ended.
 """
 
 from __future__ import annotations

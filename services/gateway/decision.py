@@ -19,7 +19,7 @@ class NoWorker(Unavailable):
 
 @dataclass(slots=True)
 class Placed:
-    """An accepted attempt."""
+    """An accepted attempt. `spoke`: it has given tokens."""
 
     link: WorkerLink
     key: Key
@@ -28,6 +28,7 @@ class Placed:
     revision: str
     cached_tokens: int
     share: Share
+    spoke: bool = False
 
 
 @dataclass(slots=True)

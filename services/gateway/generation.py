@@ -352,6 +352,10 @@ class Generation:
         """Turn a worker's delta into the client's, joined to what is pending for the same choice."""
         if given.token_ids and self._first_token_at is None:
             self._first_token_at = self._loop.time()
+        if not placed.spoke:
+            # Of a probe that is a long stream, its end would be waited for by all that could go there.
+            placed.spoke = True
+            placed.link.breaker.left(placed.key)
         delta, stopped = self._output.feed(given)
         if stopped:
             placed.link.abort(placed.key, [given.choice])

@@ -188,6 +188,28 @@ async def test_without_a_router_a_failing_worker_is_left_out_and_tried_again(wor
     assert link.breaker.state is State.CLOSED
 
 
+async def test_a_probe_that_gives_tokens_makes_way_for_the_next(world: World) -> None:
+    """Its stream may go on for long."""
+    worker = await world.worker()
+    await world.start(static=True)
+    clock, link = clocked(world, worker.info.worker_id)
+    failing(worker)
+    while link.breaker.state is State.CLOSED:
+        await world.ask()
+    clock.now += 100.0
+    worker.on_submit = lambda request: asyncio.sleep(0)
+    count = len(worker.submits.items)
+    call = world.chat()
+    *_, probe = await worker.submits.wait(count + 1)
+    await next_event(call)
+    assert not link.breaker.allows
+    worker.tokens(probe, [65])
+    assert (await next_event(call)).delta.text == "A"
+    assert (link.breaker.state, link.breaker.allows) == (State.HALF_OPEN, True)
+    call.cancel()
+    await world.until(world.idle)
+
+
 async def test_a_failing_worker_is_better_than_none(world: World) -> None:
     only = await world.worker("only")
     await world.start(static=True, max_attempts=1)
@@ -206,6 +228,7 @@ async def test_routers_decide_where_there_are_any(world: World) -> None:
     await world.worker("other", text="other")
     await world.router()
     await world.start()
+    await world.until(lambda: len(world.gateway.fleet.links()) == 2)
     _, link = clocked(world, "w")
     for _ in range(FAILURES):
         link.breaker.failed(Unavailable("no"))

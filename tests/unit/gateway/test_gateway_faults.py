@@ -641,7 +641,7 @@ async def test_a_retiring_worker_finishes_what_it_runs(world: World) -> None:
 async def test_requests_that_outlast_the_drain_get_their_terminal_event(world: World) -> None:
     worker = await world.worker()
     worker.on_submit = hold
-    await world.start(static=True, drain_timeout_s=0.6)
+    await world.start(static=True, drain_timeout_s=2.0)
     call = world.chat()
     assert (await next_event(call)).HasField("accepted")
     draining = asyncio.create_task(world.server.drain(world.gateway.drain))
