@@ -89,6 +89,32 @@ def _up_to(text: str, end: str) -> str:
     return text[:at].replace(end, "")
 
 
+def _first_characters(words: Iterable[str]) -> str:
+    """A pattern of the first character of every one of the words in a text, those inside another one included. Some
+    models have hundreds of them: a text is gone through once, not once for each."""
+    ends = _by_head(words).items()
+    return "|".join(f"{re.escape(head)}(?={_any_of(rests)})" for head, rests in ends)
+
+
+def _any_of(words: Sequence[str]) -> str:
+    if len(words) == 1:
+        return re.escape(words[0])
+    parts = [
+        # Where a word is the beginning of another one, to find it is enough.
+        re.escape(head) + ("" if "" in rests else _any_of(rests))
+        for head, rests in _by_head(words).items()
+    ]
+    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
+
+
+def _by_head(words: Iterable[str]) -> dict[str, list[str]]:
+    """What follows each first character."""
+    heads: dict[str, list[str]] = {}
+    for word in words:
+        heads.setdefault(word[0], []).append(word[1:])
+    return heads
+
+
 class _Marks:
     """How many cuts were made."""
 
@@ -109,10 +135,9 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as exc:
             raise FailedPrecondition(f"the model's chat template does not compile: {exc}") from None
-        # One character cannot be cut in two. The look-ahead finds every start, those inside another one included.
+        # One character cannot be cut in two.
         controls = sorted({text for text in special if len(text) > 1})
-        starts = "|".join(re.escape(text) for text in controls)
-        self._controls = re.compile(f"(?={starts})(.)", re.DOTALL) if controls else None
+        self._controls = re.compile(_first_characters(controls)) if controls else None
         # Proper beginnings of control tokens, by their last character.
         self._begins: dict[str, list[str]] = {}
         for begin in {text[:size] for text in controls for size in range(1, len(text))}:
@@ -174,7 +199,7 @@ class ChatTemplate:
         """
         if self._controls is None:
             return text, 0
-        protected, count = self._controls.subn(lambda start: start[1] + cut, text)
+        protected, count = self._controls.subn(lambda start: start[0] + cut, text)
         # What a template writes behind it may make a control token of its end.
         if any(text.endswith(begin) for begin in self._begins.get(text[-1:], ())):
             return protected + cut, count + 1

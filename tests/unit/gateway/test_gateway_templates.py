@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -153,3 +155,27 @@ def test_output_is_bounded() -> None:
 def test_a_broken_template_is_told() -> None:
     with pytest.raises(FailedPrecondition, match="does not compile"):
         ChatTemplate("{% if %}", special=(), variables={})
+
+
+@given(st.lists(st.text("ab<|", min_size=2, max_size=5), min_size=1, max_size=8), st.text("ab<|", min_size=1, max_size=30))
+@settings(max_examples=60)
+def test_every_control_token_is_cut_behind_its_first_character(controls: list[str], text: str) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", special=controls, variables={})
+    starts = {at for word in controls for at in range(len(text)) if text.startswith(word, at)}
+    cuts = sorted({start + 1 for start in starts})
+    wanted = [piece for piece in (text[a:b] for a, b in pairwise([0, *cuts, len(text)])) if piece]
+    assert template.render([{"content": text}], max_chars=1000) == wanted
+
+
+def test_hundreds_of_control_tokens_cost_no_more_than_a_few() -> None:
+    """A long text is gone through while nothing else of this process runs."""
+    text = "<|r<" * 50_000
+
+    def seconds(count: int) -> float:
+        controls = [f"<|reserved_{number}|>" for number in range(count)] + ["[INST]"]
+        template = ChatTemplate("{{ messages[0].content }}", special=controls, variables={})
+        begun = time.thread_time()
+        template.render([{"content": text}], max_chars=1 << 20)
+        return time.thread_time() - begun
+
+    assert min(seconds(300), seconds(300)) < 10 * max(seconds(3), seconds(3))
