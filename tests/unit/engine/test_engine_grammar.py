@@ -24,7 +24,7 @@ from tests.unit.engine.overlap_kit import tokens_of
 from tests.unit.engine.test_overlap_equal import live, script, told
 from tests.unit.engine.world import World
 
-LIVES = 40 if os.environ.get("KVMESH_SOAK") else 2
+LIVES = 40 if os.environ.get("KVMESH_SOAK") else 1
 TEXTS = (
     Grammar(regex="[a-z ]{7,}"),
     Grammar(regex="(ab|cd){4,6}!?"),

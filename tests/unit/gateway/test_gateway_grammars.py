@@ -221,3 +221,18 @@ async def test_the_worker_with_grammars_is_found_among_others(world: World) -> N
     await asyncio.gather(*[world.ask(sampling={"grammar": Grammar(regex="hello"), "seed": i}) for i in range(6)])
     assert len(able.submits.items) == 6
     assert not plain.submits.items
+
+
+async def test_a_router_that_prefers_another_version_is_overruled(world: World) -> None:
+    """During an upgrade: the router only knows that a worker serves grammars."""
+    old = [await world.worker(f"old{i}") for i in range(6)]
+    for worker in old:
+        worker.info.grammars = "llguidance-0.1.0"
+    able = await world.worker("able")
+    await world.router()
+    await world.start()
+    for seed in range(6):
+        events = await world.ask(sampling={"grammar": Grammar(regex="hello"), "seed": seed})
+        assert kinds(events)[-1] == "finished"
+    assert len(able.submits.items) == 6
+    assert not any(worker.submits.items for worker in old)
