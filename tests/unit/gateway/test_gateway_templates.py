@@ -157,7 +157,7 @@ def test_a_broken_template_is_told() -> None:
         ChatTemplate("{% if %}", special=(), variables={})
 
 
-@given(st.lists(st.text("ab<|", min_size=2, max_size=5), min_size=1, max_size=8), st.text("ab<|", min_size=1, max_size=30))
+@given(st.lists(st.text("ab<|", min_size=2, max_size=5), min_size=1, max_size=8), st.text("ab<|", min_size=1))
 @settings(max_examples=60)
 def test_every_control_token_is_cut_behind_its_first_character(controls: list[str], text: str) -> None:
     template = ChatTemplate("{{ messages[0].content }}", special=controls, variables={})
