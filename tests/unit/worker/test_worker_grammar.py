@@ -15,11 +15,13 @@ import pytest
 from kvmesh.engine.events import EngineRequest
 from kvmesh.engine.runner import SamplingParams
 from kvmesh.engine.scripted import EOS, scripted_output
+from kvmesh.grammar.match import Match
 from kvmesh.grammar.source import GrammarSource
 from kvmesh.grammar.vocabulary import version
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.proto.v1 import inference_pb2
 from kvmesh.proto.v1.inference_pb2 import Grammar
+from kvmesh.rpc.limits import Deadline
 from kvmesh.rpc.status import from_rpc_error
 from worker_harness import WAIT_S, Answer, Gateway, Running, prompt, running, until
 
@@ -244,4 +246,67 @@ async def test_abort_while_the_grammar_is_compiled(monkeypatch: pytest.MonkeyPat
         assert [request.key.request_id for request in submitted][1:] == [second.request_id]
         await until(lambda: len(worker.worker.requests) == 0)
         assert len(answer.ends) == len(other.ends) == 1
+        await worker.pages_are_back()
+
+
+async def held(worker: Running, gateway: Gateway, monkeypatch: pytest.MonkeyPatch, go: threading.Event) -> list[Answer]:
+    """Two requests whose grammars are being compiled, or wait for that."""
+    compiler = worker.worker.ctx.grammars  # type: ignore[union-attr]
+    assert compiler is not None
+    entered = threading.Event()
+    compile_ = compiler.vocabulary.compile
+
+    def slow(source: GrammarSource) -> Any:
+        entered.set()
+        assert go.wait(WAIT_S)
+        return compile_(source)
+
+    monkeypatch.setattr(compiler.vocabulary, "compile", slow)
+    answers = [
+        await gateway.submit(gateway.request(prompt(20), sampling=sampling(Grammar(regex=pattern))))
+        for pattern in ("a+", "b+")
+    ]
+    assert await asyncio.to_thread(entered.wait, WAIT_S)
+    return answers
+
+
+async def test_a_worker_that_stops_ends_what_waits_for_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    async with running() as worker, Gateway(worker) as gateway:
+        try:
+            answers = await held(worker, gateway, monkeypatch, go)
+            await worker.worker.finish_work(Deadline.after(0.05))
+            for answer in answers:
+                await answer.wait()
+                assert answer.error is not None
+                assert answer.error.reason == "UNAVAILABLE"
+                assert len(answer.ends) == 1
+            assert len(worker.worker.requests) == 0
+        finally:
+            go.set()
+
+
+async def test_a_compiler_that_closes_or_panics_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    async with running() as worker, Gateway(worker) as gateway:
+        compiler = worker.worker.ctx.grammars  # type: ignore[union-attr]
+        assert compiler is not None
+        try:
+            first, second = await held(worker, gateway, monkeypatch, go)
+
+            def panic(self: Match, *_: Any) -> Match:
+                raise BaseException("a panic")
+
+            monkeypatch.setattr(Match, "begin", panic)
+            compiler.close()
+            await second.wait()
+            assert second.error is not None
+            assert second.error.reason == "UNAVAILABLE"
+        finally:
+            go.set()
+        await first.wait()
+        assert first.error is not None
+        assert first.error.reason == "INTERNAL"
+        assert len(first.ends) == len(second.ends) == 1
+        await until(lambda: len(worker.worker.requests) == 0)
         await worker.pages_are_back()

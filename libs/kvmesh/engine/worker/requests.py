@@ -19,7 +19,7 @@ from kvmesh.engine.worker.convert import delta_proto, error_proto, logprob_proto
 from kvmesh.engine.worker.frames import GatewayStream
 from kvmesh.engine.worker.remote_prefill import RemotePrefill
 from kvmesh.engine.worker.steps import RequestStep, no_hook
-from kvmesh.errors import AlreadyExists, Cancelled, DeadlineExceeded, Internal, KvmeshError
+from kvmesh.errors import AlreadyExists, Cancelled, DeadlineExceeded, Internal, KvmeshError, Unavailable
 from kvmesh.grammar.source import GrammarSource
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.rpc.limits import RequestLimits
@@ -113,7 +113,11 @@ class DecodeRequest:
             self.finish(error, None)
         except TimeoutError:
             self.finish(DeadlineExceeded("the grammar was not compiled in time"), None)
-        except Exception as error:
+        except asyncio.CancelledError:
+            # Its own end, or the compiler's.
+            self.finish(Unavailable("the worker is stopping"), None)
+            raise
+        except BaseException as error:  # a panic of the library's is no Exception
             log.exception("compiling a grammar failed")
             self.finish(Internal(f"compiling the grammar failed: {error!r}"), None)
         else:
