@@ -194,9 +194,10 @@ class Preparer:
     async def _shape(self, request: pb.GenerateRequest | pb.ChatRequest, tokenizer: ModelTokenizer) -> Shape | None:
         if not isinstance(request, pb.ChatRequest):
             return None
-        if sum(tool.ByteSize() for tool in request.tools) <= INLINE_TOOL_BYTES:
+        calls = (call for message in request.messages for call in message.tool_calls)
+        if sum(part.ByteSize() for part in (*request.tools, *calls)) <= INLINE_TOOL_BYTES:
             return shape(request, tokenizer)
-        # Hundreds of kilobytes of schemas must not hold up everybody's tokens.
+        # Hundreds of kilobytes of schemas, or megabytes of arguments, must not hold up everybody's tokens.
         return await asyncio.to_thread(shape, request, tokenizer)
 
     async def _tokenize(

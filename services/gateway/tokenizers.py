@@ -109,7 +109,7 @@ class ModelTokenizer:
         if template is None:
             raise FailedPrecondition("the model has no chat template; use Generate")
         room = max_bytes + TEMPLATE_ROOM_CHARS
-        size = sum(len(str(value)) for message in messages for value in message.values()) + len(str(tools or ""))
+        size = _chars((messages, tools))
         return await self._encode(
             await _maybe_thread(
                 size,
@@ -129,6 +129,19 @@ class ModelTokenizer:
 
 
 T = TypeVar("T")
+
+
+def _chars(value: Any) -> int:
+    """About how much text is in it; counts no further once it is too much to be dealt with at once."""
+    chars, rest = 0, [value]
+    while rest and chars <= INLINE_CHARS:
+        item = rest.pop()
+        if isinstance(item, Mapping):
+            item = [*item.keys(), *item.values()]
+        chars += len(item) if isinstance(item, str | list | tuple) else 8
+        if isinstance(item, list | tuple) and chars <= INLINE_CHARS:
+            rest += item
+    return chars
 
 
 async def _maybe_thread(chars: int, work: Callable[[], T]) -> T:

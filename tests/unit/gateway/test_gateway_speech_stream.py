@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
+from grpc.aio import AioRpcError
 
 from gateway_fakes import EOS, MODEL
 from gateway_world import World, rest, text_of
@@ -14,6 +19,8 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from services.gateway.request import Request
 from services.gateway.speech.formats import Hermes, Mistral
 from services.gateway.speech.reader import Reading
+from services.gateway.speech.shape import shape
+from services.gateway.tokenizers import INLINE_CHARS, _chars
 from services.router.cache.fingerprint import cache_key
 
 TOOLS = [pb.Tool(name="weather", parameters='{"properties": {"city": {"type": "string"}}}'), pb.Tool(name="now")]
@@ -220,3 +227,31 @@ async def test_bad_tools_are_refused_before_anything_is_placed(world: World) -> 
     assert "template_variables" in (error.details() or "")
     assert not worker.submits.items
     assert await rest(world.chat())
+
+
+async def test_large_arguments_of_earlier_calls_are_read_off_the_event_loop(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megabytes of JSON from one client must not hold up the tokens of all others."""
+    await world.worker()
+    await world.start(static=True)
+    here: list[bool] = []
+
+    def seen(*args: Any) -> Any:
+        here.append(threading.current_thread() is threading.main_thread())
+        return shape(*args)
+
+    monkeypatch.setattr("services.gateway.prepare.shape", seen)
+    for size in (1, 40_000):
+        call = pb.ToolCall(id="c", name="weather", arguments=json.dumps({"city": "x" * size}))
+        messages = [pb.ChatMessage(role="user", content="hi"), pb.ChatMessage(role="assistant", tool_calls=[call])]
+        with suppress(AioRpcError):
+            await world.ask(messages=messages)
+    assert here == [True, False]
+
+
+def test_how_much_text_there_is_is_counted_up_to_what_matters() -> None:
+    assert _chars([{"content": "abc", "tool_calls": [{"id": 7}]}]) < 100
+    assert _chars([{"content": "x" * 5000}]) > INLINE_CHARS
+    assert _chars({"a": [[]] * 10**6}) > INLINE_CHARS
+    assert _chars([{"x": [{"y": "z" * 2000}]}]) > INLINE_CHARS
