@@ -36,6 +36,7 @@ def streams_are_whole(ctx: Any, response: Any, case: Any) -> None:
     with SEEN.open("a") as file:
         file.write(f"{case.operation.label} stream\n")
     text = response.text
+    assert not response.stream_cut_short, f"a stream without an end: {text[-300:]}"
     assert text.endswith("\n\n"), text[-300:]
     events = [block.removeprefix("data: ") for block in text.split("\n\n")[:-1] if not block.startswith(":")]
     last = events.pop()
