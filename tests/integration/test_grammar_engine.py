@@ -19,7 +19,7 @@ import pytest
 from kvmesh.engine import torch_runner
 from kvmesh.engine.core import CoreEvent, Ended, EngineConfig, EngineCore, EngineRequest, RequestKey, Tokens
 from kvmesh.engine.runner import SampleInput, SamplingParams
-from kvmesh.engine.sampler import sample_row
+from kvmesh.engine.sampler import NO_TOKEN, sample_row
 from kvmesh.engine.sampling.processors import permitted_ids
 from kvmesh.engine.torch_runner import TorchRunner
 from kvmesh.grammar.match import Match
@@ -239,3 +239,13 @@ def test_one_row(
         before = row.copy()
         assert sample_row(row, sample) in drawn
         assert np.array_equal(row, before)
+
+
+def test_a_token_that_only_the_tokenizer_has_is_no_token_of_the_model(tiny: Tiny) -> None:
+    """Its row has nothing to draw from; the others of its step are not concerned."""
+    match = tiny.begin(Grammar(regex="a"))
+    match.fill()
+    (token,) = np.flatnonzero(np.unpackbits(match.mask().view(np.uint8), bitorder="little"))
+    sample = SampleInput(HOT, 0, len(PROMPT), PROMPT, [], frozenset(), grammar=match)
+    assert sample_row(np.zeros(token, np.float32), sample) == NO_TOKEN
+    assert sample_row(np.zeros(token + 1, np.float32), sample) == token

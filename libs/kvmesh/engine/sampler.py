@@ -44,6 +44,8 @@ def sample_row(logits: Row, sample: SampleInput) -> int:
 def _within(allowed: npt.NDArray[np.int64], logits: Row, sample: SampleInput) -> int:
     """One of the tokens that a grammar allows; they are few as a rule, so the rest is not looked at any more."""
     params = sample.params
+    if not len(allowed):
+        return NO_TOKEN  # a tokenizer may have tokens that the model has not
     row = adjust(logits, sample)[allowed]
     if not row.max() > -np.inf:
         row = np.zeros_like(row)
