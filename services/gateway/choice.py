@@ -54,8 +54,9 @@ class Choice:
         failed = progress.excluded.get(link.info.worker_id)
         return failed != link.info.incarnation and self._fits(link, job, share)
 
-    def choose(self, job: Job, progress: Progress, share: Share) -> Decision:
-        """Power of two choices from the last worker list; the rest follow as alternates, least loaded first.
+    def choose(self, job: Job, progress: Progress, share: Share, prefer: WorkerLink | None = None) -> Decision:
+        """Power of two choices from the last worker list; the rest follow as alternates, least loaded first. `prefer`
+        goes first where it can be used: there is a seat.
 
         Raises NoWorker, FailedPrecondition where no worker of the model ever could.
         """
@@ -69,7 +70,8 @@ class Choice:
         # A worker that fails what it gets is better than none.
         trusted = [link for link in usable if link.breaker.allows]
         usable = trusted or usable
-        pick = min(self._rng.sample(usable, min(2, len(usable))), key=_relative_load)
+        some = self._rng.sample(usable, min(2, len(usable)))
+        pick = prefer if prefer is not None and prefer in usable else min(some, key=_relative_load)
         # Alternates stay within one model, revision and tokenizer.
         rest = sorted(
             (link for link in usable if link is not pick and link.info.revision == pick.info.revision),

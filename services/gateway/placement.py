@@ -35,6 +35,7 @@ from services.gateway.decision import Candidate, Decision, NoWorker, Placed
 from services.gateway.fleet import Fleet
 from services.gateway.inbox import Inbox
 from services.gateway.job import Job, Progress, Share
+from services.gateway.link import WorkerLink
 from services.gateway.queue import FairQueue, Ticket
 from services.gateway.routers import NoRouter, Routers
 
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 # A worker that the router names and we are not connected to yet: it has just attached.
 NEW_LINK_WAIT_S = 1.0
 MAX_ROUTES = 4
+# A worker with a seat that the router does not name: its reports come many times a second.
+NOT_NAMED_S = 0.5
 # Refusals that say something about the worker, not about the request: another one may take it.
 _ELSEWHERE = (
     *(FailedPrecondition, DeadlineExceeded, NotFound, Internal, DataLoss),
@@ -106,11 +109,17 @@ class Placer:
         that nobody waits for would have to wait, and what a worker refuses it for.
         """
         ticket: Ticket | None = None
+        not_named: dict[WorkerLink, float] = {}
         try:
             while True:
                 async with pace():
+                    free = ticket.promised if ticket is not None else None
                     if decision is None:
-                        decision = await self._decide(job, progress, share, cache=pb.CACHE_MODE_OFF, flights=False)
+                        decision = await self._decide(
+                            job, progress, share, cache=pb.CACHE_MODE_OFF, flights=False, prefer=free
+                        )
+                    if free is not None and all(candidate.link is not free for candidate in decision.candidates):
+                        not_named[free] = time.monotonic() + NOT_NAMED_S
                     model = decision.model
                     lined_up = ticket is None and self._queue.waiting(model, ahead=share.again)
                     if not lined_up:
@@ -129,7 +138,10 @@ class Placer:
                         model,
                         cost=share.cost(job),
                         tokens=len(job.token_ids) + len(share.output),
-                        eligible=lambda link: self._choice.eligible(link, job, progress, share),
+                        eligible=lambda link: (
+                            self._choice.eligible(link, job, progress, share)
+                            and (not not_named or time.monotonic() >= not_named.get(link, 0.0))
+                        ),
                         ahead=share.again,
                         priority=job.priority,
                         weight=job.weight,
@@ -172,12 +184,13 @@ class Placer:
         cache: pb.CacheMode.ValueType,
         flights: bool,
         first: bool = False,
+        prefer: WorkerLink | None = None,
     ) -> Decision:
         """The router's decision, or our own where it has none to give."""
         with tracing.span(names.SPAN_GATEWAY_PLACE) as span:
             decision = await self._route(job, progress, share, cache, flights, first)
             if decision is None:
-                decision = self._choice.choose(job, progress, share)
+                decision = self._choice.choose(job, progress, share, prefer)
                 if not progress.degraded:
                     progress.degraded = True
                     metrics.counter(names.GATEWAY_DEGRADED).inc()

@@ -9,10 +9,11 @@ import grpc
 import pytest
 
 from gateway_fakes import MODEL
-from gateway_world import World, end_of, kinds, text_of
+from gateway_world import World, end_of, kinds, rest, text_of
 from kvmesh.errors import Internal, InvalidArgument, NotFound, Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
+from services.gateway import placement
 from services.gateway.job import inner_salt
 
 
@@ -178,6 +179,67 @@ async def test_power_of_two_prefers_the_idle_and_spreads_a_burst(world: World) -
     assert min(counts[f"w{index}"] for index in (1, 2, 3)) >= 12
     for call in calls:
         call.cancel()
+    await world.until(world.idle)
+
+
+async def test_a_seat_that_the_router_does_not_name_is_not_asked_about_at_every_report(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as of a worker that it trusts no more, whose reports say many times a second that there is room."""
+    monkeypatch.setattr(placement, "NOT_NAMED_S", 1000.0)
+    full, other = await world.worker("full"), await world.worker("other")
+    full.fill()
+    router = await world.router()
+    await world.start()
+    await world.until(lambda: len(world.gateway.fleet.links()) == 2)
+    # It has told that it is full: no report of its own ends the wait.
+    await world.until(lambda: any(link.load.running for link in world.gateway.fleet.links()))
+
+    async def one(request: router_pb2.RouteRequest) -> router_pb2.RouteResponse:
+        return router_pb2.RouteResponse(
+            placement=router_pb2.Placement(pair=router_pb2.Pair(decode=full.info), revision="rev-1"), model=MODEL
+        )
+
+    router.decide = one
+    queue = world.gateway.queue
+    call = world.chat()
+    await world.until(lambda: len(queue) == 1)
+    (link,) = [link for link in world.gateway.fleet.links() if link.info.worker_id == "other"]
+    for _ in range(10):
+        queue.offer(link)
+        await world.until(lambda: len(queue) == 1 and not link.seats.promised)
+    assert len(router.routes.items) <= 2
+    assert not other.submits.items
+    full.empty()
+    for link in world.gateway.fleet.links():
+        queue.offer(link)
+    assert text_of(await rest(call)) == "hello"
+    await world.until(world.idle)
+
+
+async def test_the_worker_whose_seat_ended_the_wait_is_among_our_own_choice(world: World) -> None:
+    """However many there are, and however much emptier others look."""
+    workers = [await world.worker(f"w{index}", text=f"w{index}") for index in range(8)]
+    for worker in workers:
+        worker.fill()
+    await world.start(static=True)
+    await world.until(lambda: len(world.gateway.fleet.links()) == 8)
+    queue, links = world.gateway.queue, world.gateway.fleet.links()
+    # All have told that they are full: no report ends the wait.
+    await world.until(lambda: all(link.load.running for link in links))
+    for each in links:
+        each.seats.ceiling = each.seats.taken
+    call = world.chat()
+    await world.until(lambda: len(queue) == 1)
+    (link,) = [link for link in links if link.info.worker_id == "w5"]
+    workers[5].refuse = None
+    for each in links:
+        each.load.running = 20 if each is link else 10
+    before = sum(len(worker.submits.items) for worker in workers)
+    link.seats.reported(0)
+    queue.offer(link)
+    assert text_of(await rest(call)) == "w5"
+    assert sum(len(worker.submits.items) for worker in workers) == before + 1
     await world.until(world.idle)
 
 

@@ -202,6 +202,32 @@ def test_nothing_measured_promises_nothing() -> None:
     assert 10.0 < wait < 40.0
 
 
+def test_answers_of_minutes_do_not_look_like_a_standstill() -> None:
+    """Eight seats whose answers take a minute each, and come free together."""
+    pace, now = Pace(), 0.0
+    pace.begin(now)
+    for _ in range(10):
+        now += 60.0
+        for _ in range(8):
+            pace.released(100, now)
+    for later in (1.0, 30.0, 59.0):
+        wait = pace.wait_s(800, now + later)
+        assert wait is not None
+        assert 25.0 < wait < 150.0, later
+
+
+def test_a_pace_that_was_just_measured_counts_more() -> None:
+    pace, now = Pace(), 0.0
+    pace.begin(now)
+    for step, times in ((0.1, 1000), (1.0, 30)):
+        for _ in range(times):
+            now += step
+            pace.released(10, now)
+    wait = pace.wait_s(100, now)
+    assert wait is not None
+    assert 5.0 < wait < 11.0
+
+
 def test_the_pace_counts_only_time_in_which_somebody_waited() -> None:
     pace = Pace()
     now = 0.0
