@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 # About a millisecond of encoding: longer texts must not hold up everybody's tokens.
 INLINE_CHARS = 1024
+# Pieces that are tokenized in one call.
+BATCH_PIECES = 1024
 # A template may add a lot around short messages, but not without bound.
 TEMPLATE_ROOM_CHARS = 65_536
 
@@ -124,8 +126,13 @@ class ModelTokenizer:
 
     def _encode_now(self, pieces: Sequence[str]) -> list[int]:
         # Only the batch form releases the GIL: `encode` of a long prompt would stop every stream of this process.
-        encoded = self._tokenizer.encode_batch_fast(list(pieces), add_special_tokens=False)
-        return [index for piece in encoded for index in piece.ids]
+        # It takes and gives back its lists with the GIL held: of hundreds of thousands of pieces, some at a time.
+        ids: list[int] = []
+        for start in range(0, len(pieces), BATCH_PIECES):
+            batch = list(pieces[start : start + BATCH_PIECES])
+            for piece in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                ids += piece.ids
+        return ids
 
 
 T = TypeVar("T")

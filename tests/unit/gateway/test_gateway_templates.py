@@ -179,3 +179,21 @@ def test_hundreds_of_control_tokens_cost_no_more_than_a_few() -> None:
         return time.thread_time() - begun
 
     assert min(seconds(300), seconds(300)) < 10 * max(seconds(3), seconds(3))
+
+
+async def test_many_pieces_are_tokenized_some_at_a_time() -> None:
+    """Each control token in a prompt makes two of them, and each list is taken and given with the GIL held."""
+    tokenizer = ModelTokenizer(load_tokenizer("scripted"))
+    sizes: list[int] = []
+    real = tokenizer._tokenizer
+
+    class Counted:
+        def encode_batch_fast(self, pieces: list[str], **options: Any) -> Any:
+            sizes.append(len(pieces))
+            return real.encode_batch_fast(pieces, **options)
+
+    plain = await tokenizer.encode_raw("x" * 7)
+    tokenizer._tokenizer = Counted()
+    assert await tokenizer._encode(["x" * 7] * 5000) == plain * 5000
+    assert sum(sizes) == 5000
+    assert max(sizes) <= 1024
