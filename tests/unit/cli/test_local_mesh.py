@@ -126,7 +126,6 @@ def test_a_taken_port_is_replaced() -> None:
 def test_one_port_is_not_taken_for_two_services() -> None:
     port = free_port()
     options = with_ports(MeshOptions(gateway_port=port, router_port=port, http_port=port))
-    assert options.gateway_port == port
     assert len({options.gateway_port, options.router_port, options.http_port}) == 3
     assert with_ports(MeshOptions(gateway_port=0)).http_port == -1
 
