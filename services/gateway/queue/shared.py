@@ -62,6 +62,8 @@ class SharedCharges:
                 continue  # Somebody begins to wait for it: what was before that was not at anybody's cost.
             if period != self._period:
                 before = {}  # The sums of a new period began with nothing.
+            elif sum(tenants.values()) - sum(mine[model].values()) < sum(before.values()) / 2:
+                before = {}  # Nobody takes back so much: Redis began anew, and no tenant has a credit of that.
             for tenant, total in tenants.items():
                 others = total - before.get(tenant, 0) - mine[model].get(tenant, 0)
                 if others:

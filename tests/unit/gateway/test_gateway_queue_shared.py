@@ -116,6 +116,33 @@ def test_who_has_more_in_all_is_given_nothing_here(asked: list[set[str]]) -> Non
                 assert mine[more] <= lumps, (ask, got)
 
 
+async def test_a_store_that_lost_its_sums_gives_nobody_a_credit() -> None:
+    store = Sums()
+    queue, other = FairQueue(100, shared=True), FairQueue(100, shared=True)
+    shared, others = SharedCharges(queue, store), SharedCharges(other, store)
+    tickets = [enter(queue, tenant, 100) for tenant in "xy" for _ in range(10)]
+    elsewhere = [enter(other, "x", 100) for _ in range(10)]
+    charged: list[tuple[str, int]] = []
+    charge = queue.charged_elsewhere
+    queue.charged_elsewhere = lambda *args: (charged.append(args[1:]), charge(*args))[1]  # type: ignore[method-assign]
+    await shared.step()
+    for _ in range(6):
+        serve(other, elsewhere)
+        serve(queue, tickets)
+        await others.step()
+        await shared.step()
+    assert charged == [("x", 100)] * 6
+    store.sums.clear()
+    serve(other, elsewhere)
+    serve(queue, tickets)
+    await others.step()
+    await shared.step()
+    assert charged == [("x", 100)] * 7
+    for line in (queue, other):
+        for ticket in tickets + elsewhere:
+            line.leave(ticket)
+
+
 async def test_nothing_is_asked_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.gateway.queue.shared.INTERVAL_S", (0.001, 0.002))
     store = Sums()
