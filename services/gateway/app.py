@@ -254,7 +254,7 @@ class Gateway:
         if not await self.registry.wait_idle(left - min(LAST_WORD_S, left / 2)):
             self.registry.stop_all(lambda: Unavailable("this gateway is stopping"))
         if self.http is not None:
-            await self.http.finish(Deadline.after(min(LAST_WORD_S, deadline.remaining() / 2)))
+            await self.http.finish(Deadline.after(deadline.remaining() / 2))
         await self.flights.close(deadline.remaining() / 2)
 
     async def close(self) -> None:

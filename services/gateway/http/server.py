@@ -25,6 +25,7 @@ LOOK_S = 1.0
 # Seconds in which an open stream that has nothing to say gives a sign of life.
 SIGN_OF_LIFE_S = 10.0
 BACKLOG = 2048
+FLUSH_LOOK_S = 0.02
 
 
 class HttpServer:
@@ -139,11 +140,13 @@ class HttpServer:
             connection.shutdown()
 
     async def finish(self, deadline: Deadline) -> None:
-        """Wait until the last answers have been written."""
+        """Wait until the last answers have been written, and taken by their clients as far as they read."""
         while self._state.tasks and deadline.remaining() > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(deadline.remaining()):
                     await asyncio.wait(list(self._state.tasks))
+        while deadline.remaining() > 0 and any(one.transport.get_write_buffer_size() for one in self.connections):
+            await asyncio.sleep(FLUSH_LOOK_S)
 
     async def close(self) -> None:
         """End what is left, at once."""

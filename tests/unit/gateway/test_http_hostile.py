@@ -12,7 +12,9 @@ from gateway_fakes import FakeWorker
 from gateway_world import World
 from http_world import CHAT, Wire, chat, start_http
 from kvmesh.proto.v1 import engine_pb2
+from kvmesh.rpc.limits import Deadline
 from services.gateway.http import protocol
+from services.gateway.http.server import FLUSH_LOOK_S
 
 HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
 
@@ -182,6 +184,28 @@ async def test_a_sign_of_life_is_never_waited_for(world: World) -> None:
         await http_of(world).look(asyncio.get_running_loop().time() + 1000)
     wire.abort()
     await world.until(world.idle)
+
+
+async def test_a_drain_waits_for_what_its_clients_still_read(world: World) -> None:
+    """An answer that was written is not one that has arrived."""
+    await world.worker(text="ok")
+    url = await start_http(world)
+    wire = await Wire.to(url, receive_buffer=4096)
+    wire.stall()
+    wire.writer.write(LIVEZ)
+    await world.until(lambda: [one for one in http_of(world).connections if one.cycle and one.cycle.response_complete])
+    (connection,) = http_of(world).connections
+    size = 16 << 20
+    connection.transport.write(b"x" * size)
+    assert connection.transport.get_write_buffer_size()
+    drained = asyncio.create_task(world.gateway.drain(Deadline.after(120.0)))
+    await world.until(lambda: connection.transport.is_closing())
+    for _ in range(3):
+        await asyncio.sleep(2 * FLUSH_LOOK_S)
+    assert not drained.done()
+    wire.writer.transport.resume_reading()  # type: ignore[attr-defined]
+    assert (await wire.rest()).count(b"x") >= size
+    await drained
 
 
 @pytest.mark.parametrize("upgrade", [b"h2c", b"websocket"])
