@@ -97,6 +97,11 @@ async def test_another_thread_may_close_a_stream(gateway: Gateway) -> None:
 
     waiting = asyncio.ensure_future(asyncio.to_thread(wait))
     await asyncio.wait_for(reached.wait(), 30)
+    events: Any = stream.stream._events
+    async with asyncio.timeout(30):
+        # Between two reads there would be nobody to be told.
+        while not events.ag_running:
+            await asyncio.sleep(0.001)
     await asyncio.to_thread(stream.close)
     with pytest.raises(Cancelled):
         await asyncio.wait_for(waiting, 30)
