@@ -72,13 +72,13 @@ protos-check: dev-env ## buf lint, breaking changes against the last commit on m
 	@tools/buf_breaking.sh $(BIN)/buf
 	@$(BIN)/python tools/gen_protos.py --check
 
-# Processes that share the unit tests, a file each at a time.
-UNIT_WORKERS ?= 2
+# Processes that share the tests of a suite, a file each at a time.
+TEST_WORKERS ?= 2
 unit: dev-env ## unit and property tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(UNIT_WORKERS) --dist loadfile $(PYTEST_FLAGS) tests/unit
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS) tests/unit
 
 integration: dev-env ## real processes, real model
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/integration
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS) tests/integration
 
 test-rdma: dev-env ## the verbs transport on soft-RoCE, in a VM (Debian on x86_64; installs qemu as root)
 	@tests/rdma/run.sh $(BIN)/python

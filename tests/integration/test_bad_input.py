@@ -113,7 +113,7 @@ async def test_a_truncated_model_file_is_said_so(tmp_path: Path) -> None:
     os.truncate(short, 60 << 20)
     code, out = await run_up(f"--model={short}")
     assert code == 1
-    assert "short.gguf" in out
+    assert "short.gguf" in out.replace("\n", "")  # A long path is broken over lines.
     assert "truncated" in out.lower()
     assert "Traceback" not in out
 
