@@ -41,7 +41,8 @@ async def mesh(
         "decode.scripted_layers": "1",
         "decode.max_batch": str(batch),
         "decode.max_queue": str(batch),
-        "decode.num_pages": str(batch * 64),
+        "decode.token_budget": str(max(2048, 2 * batch)),
+        "decode.num_pages": str(max(4096, batch * 16)),
         "decode.max_model_len": "4096",
     }
     options = MeshOptions(
