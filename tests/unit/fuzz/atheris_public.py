@@ -14,6 +14,8 @@ import base64
 import copy
 import json
 import random
+import re
+import resource
 import struct
 import sys
 import time
@@ -51,6 +53,9 @@ MAX_LEN = 2048
 # Of a processor, for one input of at most MAX_INPUT bytes; the machine's other work does not count.
 MAX_CPU_S = 10.0
 MAX_SENTENCE_BYTES = 512
+# Of this process, at its peak; what asks for far more at once is refused by the kernel.
+MAX_MIB = 2048
+MAX_DATA_BYTES = 8 << 30
 # Of one body, how many of its requests are looked at.
 MAX_PROMPTS = 3
 
@@ -190,6 +195,13 @@ def told(error: KvmeshError) -> None:
         assert b"\r" not in name + value
 
 
+def peak_mib() -> int:
+    """The most memory that was resident since this program was started."""
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) >> 10
+
+
 def one_input(data: bytes) -> None:
     """One input, as libFuzzer gives it."""
     if not data:
@@ -205,6 +217,7 @@ def one_input(data: bytes) -> None:
             pass
         took = time.process_time() - begin
         assert took < MAX_CPU_S, f"{took:.1f} s for {len(data)} bytes"
+        assert peak_mib() < MAX_MIB, f"{peak_mib()} MiB"
     except BaseException:
         print(f"\n{read.__name__} failed with {data[1:]!r}\ninput: {base64.b64encode(data).decode()}", file=sys.stderr)
         raise

@@ -116,11 +116,19 @@ async def test_a_call_goes_on_where_a_worker_was_lost_in_its_middle(world: World
     ids = [*SAID.encode(), EOS]
     half = SAID.encode().index(b"rich")
 
+    lost: list[asyncio.Task[None]] = []
+
+    async def break_after(worker: Any) -> None:
+        """Once the gateway has counted what was sent: what is lost before Submit has answered was never there."""
+        (request,) = world.gateway.registry._running.values()
+        await world.until(lambda: request._running.usage.completion_tokens >= half)
+        worker.break_stream()
+
     def lose(worker: Any) -> Any:
         async def submitted(request: engine_pb2.SubmitRequest) -> None:
             if len(request.token_ids) == request.prompt_len:
                 worker.tokens(request, ids[:half])
-                worker.break_stream()
+                lost.append(asyncio.create_task(break_after(worker)))
             else:
                 assert list(request.token_ids[request.prompt_len :]) == ids[:half]
                 worker.tokens(request, ids[half:], half, finish_reason=pb.FINISH_REASON_STOP, stop_token_id=EOS)

@@ -8,7 +8,7 @@ from typing import Any
 
 from gateway_fakes import MODEL
 from gateway_world import World
-from http_world import CHAT, Wire, chat, get, post, start_http
+from http_world import CHAT, Wire, chat, client, get, post, start_http
 from kvmesh.errors import Unavailable
 from kvmesh.rpc.credentials import hash_key, new_key
 
@@ -212,17 +212,28 @@ async def test_an_error_in_the_middle_ends_the_stream_without_done(world: World)
 
     async def half(request: Any) -> None:
         worker.tokens(request, list(b"half"))
-        worker.break_stream()
 
     worker.on_submit = half
-    reply = await post(url, CHAT, chat(stream=True))
-    assert reply.status == 200
-    assert b"[DONE]" not in reply.body
-    last = reply.body.removesuffix(b"\n\n").rsplit(b"\n\n", 1)[-1]
+    body = b""
+    async with client(url) as http, http.stream("POST", CHAT, json=chat(stream=True)) as reply:
+        assert reply.status_code == 200
+        async for piece in reply.aiter_bytes():
+            body += piece
+            # Only once the client has it: what is lost before Submit has answered is an error from the start.
+            if b"half" in piece:
+                worker.break_stream()
+    assert b"half" in body
+    assert b"[DONE]" not in body
+    last = body.removesuffix(b"\n\n").rsplit(b"\n\n", 1)[-1]
     error = json.loads(last.removeprefix(b"data: "))["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert b"half" in reply.body
+
+    async def breaks(request: Any) -> None:
+        await half(request)
+        worker.break_stream()
+
     # In one body the same is an error and nothing else.
+    worker.on_submit = breaks
     reply = await post(url, CHAT, chat())
     assert reply.status == 503
     await world.until(world.idle)
