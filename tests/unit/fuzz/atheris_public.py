@@ -408,5 +408,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--write-corpus"]:
         write_corpus(Path(sys.argv[2]))
     else:
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, MAX_DATA_BYTES))
         atheris.Setup(sys.argv, one_input, custom_mutator=mutate)
         atheris.Fuzz()

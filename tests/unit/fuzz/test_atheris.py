@@ -36,7 +36,7 @@ def test_whatever_a_client_sends_is_read_or_refused(tmp_path: Path) -> None:
         f"-max_total_time={SECONDS}",
         f"-seed={SEED}",
         f"-timeout={HANG_S}",
-        # libFuzzer's own bound looks at a peak that a process inherits from the one that started it; the program bounds it.
+        # libFuzzer would look at a peak that includes that of this process; the program bounds its own memory.
         "-rss_limit_mb=0",
         f"-max_len={MAX_INPUT}",
         f"-dict={tmp_path / 'words.txt'}",
