@@ -164,7 +164,8 @@ class Placer:
             if ticket.estimate_s is not None and ticket.estimate_s < math.inf:
                 span.set_attribute(names.ATTR_QUEUE_ESTIMATE, ticket.estimate_s)
             await ticket.turn
-        metrics.histogram(names.GATEWAY_QUEUE_TIME).labels(ticket.model).observe(time.monotonic() - began)
+        waited = metrics.histogram(names.GATEWAY_QUEUE_TIME).labels(ticket.model, _priority_class(ticket.priority))
+        waited.observe(time.monotonic() - began)
 
     def retry_after(self, job: Job) -> float:
         """Seconds after which a request that found no room may come back."""
@@ -354,6 +355,11 @@ class Placer:
             cached_tokens=response.cached_tokens,
             share=share,
         )
+
+
+def _priority_class(priority: int) -> str:
+    """Its name in metrics: clients choose the number freely."""
+    return "normal" if priority == 0 else "high" if priority > 0 else "low"
 
 
 def _for_client(error: KvmeshError) -> KvmeshError:

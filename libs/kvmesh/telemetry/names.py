@@ -18,6 +18,7 @@ RPC_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 
 STEP_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048, 4.096)
 TRANSFER_BUCKETS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0)
 
+AGE_BUCKETS = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 43200.0, 86400.0, 259200.0, 604800.0, 2592000.0)
 TOKEN_USAGE_BUCKETS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0, 1048576.0)
 
 
@@ -61,11 +62,20 @@ READY = _gauge("ready", "1 while the service's readiness is SERVING.", "service"
 RPC_HANDLED = _counter("rpc_handled_total", "Calls served, by method and status code.", "method", "code")
 RPC_DURATION = _histogram("rpc_duration_seconds", "Time in the handler of a call.", RPC_BUCKETS, "method", "code")
 RPC_IN_FLIGHT = _gauge("rpc_in_flight", "Calls being served now.", "method")
+TRACE_SPANS_DROPPED = _counter(
+    "trace_spans_dropped_total",
+    "Finished spans that were wanted and never exported: held too long, the queue full, the collector away.",
+    "cause",
+)
+LOGS_SUPPRESSED = _counter("log_lines_suppressed_total", "Warnings that repeated too often to be written.")
 TASK_FAILURES = _counter("background_task_failures_total", "Background tasks that ended with an error.", "task")
 
 # --- engine, gateway: the shapes that dashboards know --------------------------------------------------------------
 NUM_REQUESTS_RUNNING = _gauge("num_requests_running", "Sequences in the batch.", "model_name")
 NUM_REQUESTS_WAITING = _gauge("num_requests_waiting", "Sequences that wait for a batch place.", "model_name")
+NUM_TOKENS_WAITING = _gauge(
+    "num_tokens_waiting", "Prompt tokens that wait in the engine or are partly computed.", "model_name"
+)
 NUM_PREEMPTIONS = _counter("num_preemptions_total", "Sequences preempted for pages.", "model_name")
 KV_CACHE_USAGE = _gauge("kv_cache_usage_perc", "Share of KV pages in use (0 to 1).", "model_name")
 KV_PAGES = _gauge("kv_pages", "KV pages by state: free, owned, exposed, draining.", "model_name", "state")
@@ -96,14 +106,30 @@ MODEL_LOAD_PROGRESS = _gauge("model_load_progress_ratio", "Share of the model lo
 # --- gateway -------------------------------------------------------------------------------------------------------
 GATEWAY_ACTIVE = _gauge("gateway_requests_active", "Requests held by the gateway.")
 GATEWAY_WAITING = _gauge("gateway_requests_waiting", "Requests that wait for a worker in the gateway.")
+GATEWAY_WAITING_TOKENS = _gauge("gateway_waiting_tokens", "Prompt tokens in the gateway's line.", "model_name")
 GATEWAY_QUEUE_TIME = _histogram(
-    "gateway_queue_time_seconds", "Time in the gateway's line until a worker had room.", DURATION_BUCKETS, "model_name"
+    "gateway_queue_time_seconds",
+    "Time in the gateway's line until a worker had room, by priority: low (below 0), normal (0), high (above 0).",
+    DURATION_BUCKETS,
+    "model_name",
+    "priority",
 )
 GATEWAY_QUEUE_DELAY = _gauge(
     "gateway_queue_delay_seconds",
     "Estimated wait of whoever lined up last, at the measured pace.",
     "model_name",
     across="max",
+)
+SLO_REQUESTS = _counter(
+    "slo_requests_total",
+    "Requests ended, against slo_ttft_ms and slo_tpot_ms: good, late_first_token, slow_tokens, failed.",
+    "model_name",
+    "outcome",
+)
+TENANT_REQUESTS = _counter("tenant_requests_total", "Requests that ended: ok, failed, cancelled.", "tenant", "outcome")
+TENANT_TOKENS = _counter("tenant_tokens_total", "Tokens by kind: prompt, completion, cached.", "tenant", "kind")
+TENANT_TTFT = _histogram(
+    "tenant_time_to_first_token_seconds", "Arrival to the first token at the client.", TTFT_BUCKETS, "tenant"
 )
 GATEWAY_REFUSED = _counter(
     "gateway_refused_total", "Requests that the line refused: late (early refusal), full, shed.", "cause"
@@ -128,6 +154,14 @@ AUTH_FAILURES = _counter("auth_failures_total", "Calls refused by authentication
 # --- router --------------------------------------------------------------------------------------------------------
 ROUTER_DECISIONS = _counter("router_decisions_total", "Route answers, by kind.", "decision")
 ROUTER_WORKERS = _gauge("router_workers", "Workers attached, by role.", "role")
+ROUTER_PLACEMENTS = _counter("router_placements_total", "Requests placed, by worker named first.", "role", "worker")
+ROUTER_IMBALANCE = _gauge(
+    "router_imbalance_ratio",
+    "Load of the most loaded serving worker over the mean of its role (1 = even).",
+    "role",
+    across="max",
+)
+ROUTER_BREAKERS = _gauge("router_breakers", "Workers by the state of their breaker: closed, open, half_open.", "state")
 CLASS_DECISIONS = _counter(
     "router_class_decisions_total", "Classes decided for aliases, by pool and reason.", "alias", "pool", "reason"
 )
@@ -136,6 +170,7 @@ CLASS_CALIBRATION = _gauge(
     "router_class_calibration_gap", "Promised probability less the share of good answers, small pool, last verdicts."
 )
 CACHE_LOOKUPS = _counter("cache_lookups_total", "Cache look-ups, by cache and result.", "cache", "result")
+CACHE_HIT_AGE = _histogram("cache_hit_age_seconds", "Age of the answers that were served again.", AGE_BUCKETS, "cache")
 CACHE_SHADOWS = _counter("cache_shadows_total", "Semantic hits asked again, right, wrong or untold.", "verdict")
 CACHE_FALSE_HITS = _gauge(
     "cache_false_hits_ratio",
@@ -152,6 +187,17 @@ TRANSFER_SLOTS = _gauge("transfer_slots", "Slots by state.", "state")
 TRANSFERS = _counter("transfers_total", "Transfers ended, by outcome.", "transport", "outcome")
 TRANSFER_TIME = _histogram(
     "transfer_duration_seconds", "Descriptor accepted to slot complete.", TRANSFER_BUCKETS, "transport"
+)
+TRANSFER_EXPOSED = _histogram(
+    "transfer_exposed_seconds",
+    "The exposed tail: what decode waited for KV after the source had computed the last of it.",
+    TRANSFER_BUCKETS,
+    "transport",
+)
+TRANSFER_LEASES = _counter(
+    "transfer_leases_expired_total",
+    "Waits for a peer that outlived their lease: slots whose KV did not come, pages that were not given back.",
+    "peer_kind",
 )
 TRANSFER_STALE = _counter("transfer_stale_total", "Writes and messages of old generations, dropped.", "transport")
 TRANSFER_PEERS = _gauge("transfer_peers", "Connected peers.", "transport")

@@ -45,6 +45,7 @@ class Meters:
         model = self._model
         metrics.gauge(names.NUM_REQUESTS_RUNNING).labels(model).set(load.running)
         metrics.gauge(names.NUM_REQUESTS_WAITING).labels(model).set(load.waiting)
+        metrics.gauge(names.NUM_TOKENS_WAITING).labels(model).set(load.queued_tokens)
         metrics.gauge(names.KV_CACHE_USAGE).labels(model).set(1.0 - load.free_pages / max(1, load.total_pages))
         metrics.gauge(names.STALLED).labels(model).set(int(load.stalled))
         for state, count in self._pages()._asdict().items():
