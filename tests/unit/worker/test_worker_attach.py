@@ -278,6 +278,30 @@ async def test_an_ended_stream_takes_nothing_from_its_successor() -> None:
     assert load.load.seen_requests == ["r"]
 
 
+async def test_an_idle_worker_says_what_changed_and_little_else() -> None:
+    load, now = pb.WorkerLoad(free_pages=3), 0.0
+    links = RouterLinks([], incarnation=7, info=pb.WorkerInfo, load=lambda: load, open_channel=Any, interval_s=0.001)
+    outbox = Outbox(links.mirror, 7, clock=lambda: now)
+    messages = links._messages(outbox, outbox.stream)
+
+    async def following() -> router_pb2.AttachRequest:
+        return await asyncio.wait_for(anext(messages), 30.0)
+
+    assert [(await following()).WhichOneof("event") for _ in range(3)] == ["registration", "kv", "load"]
+    # Nothing changes: nothing comes, however many intervals go by.
+    waiting = asyncio.ensure_future(following())
+    assert not (await asyncio.wait([waiting], timeout=0.05))[0]
+    load = pb.WorkerLoad(free_pages=2)
+    assert (await waiting).load.load.free_pages == 2
+    outbox.seen("request")
+    assert list((await following()).load.seen_requests) == ["request"]
+    # A cache's keepalive brings the load with it.
+    now = attach_events.KEEPALIVE_S
+    assert (await following()).WhichOneof("event") == "kv"
+    assert (await following()).load.load.free_pages == 2
+    await messages.aclose()
+
+
 async def test_close_ends_all_streams() -> None:
     async with Served() as served:
         async with running(routers=[f"127.0.0.1:{served.port}"], report_interval_s=0.05) as worker:

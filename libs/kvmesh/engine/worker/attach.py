@@ -150,16 +150,21 @@ class RouterLinks:
         return answered
 
     async def _messages(self, outbox: Outbox, stream: int) -> AsyncIterator[router_pb2.AttachRequest]:
+        told: engine_pb2.WorkerLoad | None = None
         # gRPC asks once more after a stream that the router ended: what waits by then is the next stream's.
         while outbox.stream == stream:
             changed = self._changed
             if outbox.register:
                 outbox.register = False
                 yield router_pb2.AttachRequest(registration=self._info())
-            for events in outbox.take_kv():
+            # Of an idle worker a message a second is enough, with the cache's keepalive: nothing has changed.
+            kept = outbox.take_kv()
+            for events in kept:
                 yield router_pb2.AttachRequest(kv=events)
-            report = router_pb2.LoadReport(load=self._load(), seen_requests=outbox.take_seen())
-            yield router_pb2.AttachRequest(load=report)
+            load, seen = self._load(), outbox.take_seen()
+            if kept or seen or load != told:
+                told = load
+                yield router_pb2.AttachRequest(load=router_pb2.LoadReport(load=load, seen_requests=seen))
             try:
                 async with asyncio.timeout(self._interval):
                     await changed.wait()
