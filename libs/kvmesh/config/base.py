@@ -79,8 +79,17 @@ class ServiceSettings(BaseSettings):
     otlp_metrics: bool = Field(
         default=False, description="Push the OpenTelemetry GenAI metrics to otlp_endpoint too (Prometheus has its own)."
     )
+    otlp_ca_file: Path | None = Field(
+        default=None, description="PEM file of who signed the collector's certificate (https); none = system roots."
+    )
     trace_sample_ratio: float = Field(
-        default=1.0, ge=0.0, le=1.0, description="Share of traces kept when this service starts them (0 to 1)."
+        default=0.05, ge=0.0, le=1.0, description="Share of traces kept when this service starts them (0 to 1)."
+    )
+    trace_failures_per_s: float = Field(
+        default=50.0,
+        ge=0.0,
+        le=10_000.0,
+        description="Traces a second kept beyond that share since something of them failed; 0 = none are.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe level logged."
@@ -88,8 +97,15 @@ class ServiceSettings(BaseSettings):
     log_format: Literal["text", "json"] = Field(
         default="text", description="Log lines for people (text) or machines (json)."
     )
+    drain_delay_s: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=600.0,
+        description="Seconds after SIGTERM in which readiness is off and everything is still served, until those who "
+        "balance over this service have heard of it; the drain follows.",
+    )
     drain_timeout_s: float = Field(
-        default=30.0, ge=0.0, le=3600.0, description="Seconds that work in flight gets after SIGTERM before it is cut."
+        default=30.0, ge=0.0, le=3600.0, description="Seconds that work in flight gets in a drain before it is cut."
     )
     max_message_bytes: int = Field(
         default=16 * MIB, ge=4096, le=1024 * MIB, description="Largest gRPC message accepted or sent, in bytes."

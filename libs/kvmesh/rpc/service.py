@@ -173,6 +173,8 @@ def set_up(settings: ServiceSettings) -> None:
         settings.service,
         settings.otlp_endpoint,
         settings.trace_sample_ratio,
+        failures_per_s=settings.trace_failures_per_s,
+        ca_file=settings.otlp_ca_file,
         instance=settings.instance_name,
     )
     if settings.otlp_metrics:

@@ -261,6 +261,17 @@ GEN_AI_FINISH_REASONS = "gen_ai.response.finish_reasons"
 ERROR_TYPE = "error.type"
 PROVIDER = "kvmesh"
 
+LEAVINGS = frozenset({"CANCELLED", "CancelledError", "ClientGone", "SinkClosed", "Gone", "GeneratorExit"})
+"""Values of `error.type` for what ended since its client had left: nothing failed."""
+
+REFUSALS = frozenset(
+    {
+        *("INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "UNAUTHENTICATED", "PERMISSION_DENIED", "TOO_LARGE"),
+        *("OVERLOADED", "RESOURCE_EXHAUSTED", "BUDGET_EXCEEDED", "FAILED_PRECONDITION", "NOT_CACHED", "UNIMPLEMENTED"),
+    }
+)
+"""Values of `error.type` for what was not taken in: nothing broke."""
+
 RPC_SYSTEM = "rpc.system"
 RPC_SERVICE = "rpc.service"
 RPC_METHOD = "rpc.method"
@@ -269,6 +280,8 @@ SERVICE_NAME = "service.name"
 SERVICE_INSTANCE = "service.instance.id"
 SERVICE_VERSION = "service.version"
 
+ATTR_KEPT = "kvmesh.trace.kept"
+ATTR_LINK = "kvmesh.link"
 ATTR_REQUEST_ID = "kvmesh.request.id"
 ATTR_ATTEMPT = "kvmesh.request.attempt"
 ATTR_REPLAYED_TOKENS = "kvmesh.request.replayed_tokens"

@@ -1,6 +1,7 @@
 """Traces: W3C trace context in and out, spans, and OTLP export when an endpoint is configured.
 
-Without an endpoint no SDK is loaded and spans record nothing, but an incoming trace context still travels on.
+A share of the traces is sampled, and of all others those that failed are exported too (`held`). Without an endpoint no
+SDK is loaded and spans record nothing, but an incoming trace context still travels on.
 """
 
 from __future__ import annotations
@@ -9,23 +10,27 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import Link, NoOpTracer, Span, SpanContext, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvmesh import __version__
+from kvmesh.errors import KvmeshError
 from kvmesh.telemetry import names
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
+
+    from kvmesh.telemetry.held import Held
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +39,13 @@ Attributes = Mapping[str, AttributeValue]
 
 TRACEPARENT = "traceparent"
 EXPORT_TIMEOUT_S = 3
+MAX_ATTRIBUTE_CHARS = 1024
+MAX_EVENTS = 128
+MAX_LINKS = 64
 _propagator = TraceContextTextMapPropagator()
 _noop = NoOpTracer()
 _provider: TracerProvider | None = None
+_held: Held | None = None
 _endpoint = ""
 
 
@@ -45,6 +54,8 @@ def setup(
     otlp_endpoint: str = "",
     ratio: float = 1.0,
     *,
+    failures_per_s: float = 50.0,
+    ca_file: Path | None = None,
     instance: str = "",
     exporter: SpanExporter | None = None,
 ) -> None:
@@ -52,17 +63,21 @@ def setup(
 
     `otlp_endpoint`: OTLP/gRPC, "http://host:port" (plaintext) or "https://host:port"; "" and no `exporter` = no-op.
     `ratio`: share of the traces that start here; a trace that starts elsewhere keeps its sampling decision.
+    `failures_per_s`: traces that are exported though not sampled since they failed, at most; 0 = none.
+    `ca_file`: who signed the collector's certificate; None = the system's roots, or the standard OTEL_ variables.
     `exporter`: used instead of OTLP, synchronously (tests).
     """
-    global _provider, _endpoint
+    global _provider, _held, _endpoint
     shutdown(timeout_s=1.0)
     _endpoint = otlp_endpoint if exporter is None else ""
     if not otlp_endpoint and exporter is None:
         return
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
-    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+    from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+    from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioBased
+
+    from kvmesh.telemetry.export import AtOnce, ExportQueue
+    from kvmesh.telemetry.held import Held, RecordAll
 
     resource = Resource.create(
         {
@@ -71,23 +86,35 @@ def setup(
             names.SERVICE_VERSION: __version__,
         }
     )
-    provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(ratio)), resource=resource, shutdown_on_exit=False)
-    if exporter is not None:
-        provider.add_span_processor(SimpleSpanProcessor(exporter))
-    else:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
-        otlp = OTLPSpanExporter(
-            endpoint=otlp_endpoint, insecure=not otlp_endpoint.startswith("https://"), timeout=EXPORT_TIMEOUT_S
-        )
-        provider.add_span_processor(BatchSpanProcessor(otlp, schedule_delay_millis=500, max_queue_size=8192))
+    sampler: Sampler = ParentBased(TraceIdRatioBased(ratio))
+    out = AtOnce(exporter) if exporter is not None else ExportQueue(_otlp(otlp_endpoint, ca_file))
+    _held = Held(out, failures_per_s=failures_per_s) if failures_per_s > 0 else None
+    provider = TracerProvider(
+        sampler=RecordAll(sampler) if _held is not None else sampler,
+        resource=resource,
+        span_limits=SpanLimits(max_attribute_length=MAX_ATTRIBUTE_CHARS, max_links=MAX_LINKS, max_events=MAX_EVENTS),
+        shutdown_on_exit=False,
+    )
+    provider.add_span_processor(_held or out)
     _provider = provider
+
+
+def _otlp(endpoint: str, ca_file: Path | None) -> SpanExporter:
+    import grpc
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter(
+        endpoint=endpoint,
+        insecure=not endpoint.startswith("https://"),
+        credentials=grpc.ssl_channel_credentials(ca_file.read_bytes()) if ca_file is not None else None,
+        timeout=EXPORT_TIMEOUT_S,
+    )
 
 
 def shutdown(timeout_s: float = 1.0) -> bool:
     """Flush and stop exporting; gives up after `timeout_s` (the collector may be gone). True when all was sent."""
-    global _provider
-    provider, _provider = _provider, None
+    global _provider, _held
+    provider, _provider, _held = _provider, None, None
     if provider is None:
         return True
     flushed = threading.Event()
@@ -159,14 +186,37 @@ def start_span(
     parent: Context | str | None = None,
     kind: SpanKind = SpanKind.INTERNAL,
     attributes: Attributes | None = None,
+    links: Sequence[SpanContext] = (),
     start_time_ns: int | None = None,
 ) -> Span:
     """A span that the caller ends with `.end()`, for work that crosses threads or outlives a call.
 
-    `parent`: a context, a `traceparent` string, or None for the current span.
+    `parent`: a context, a `traceparent` string, or None for the current span. `links`: spans that it has to do with,
+    of its own trace or of others.
     """
     context = extract(parent) if isinstance(parent, str) else parent
-    return tracer().start_span(name, context=context, kind=kind, attributes=attributes, start_time=start_time_ns)
+    return tracer().start_span(
+        name,
+        context=context,
+        kind=kind,
+        attributes=attributes,
+        links=[Link(each) for each in links if each.is_valid],
+        start_time=start_time_ns,
+    )
+
+
+def link(opened: Span, other: SpanContext | str | None, what: str) -> None:
+    """Link an open span to another, by its context or `traceparent`; `what`: what the other is to it. Any string, also
+    one that names no span, is harmless."""
+    context = trace.get_current_span(extract(other)).get_span_context() if isinstance(other, str) else other
+    if context is not None and context.is_valid and opened.is_recording():
+        opened.add_link(context, {names.ATTR_LINK: what})
+
+
+def keep(opened: Span) -> None:
+    """Export the trace of an open span though nothing of it fails in the end."""
+    if _held is not None:
+        _held.keep(opened.get_span_context().trace_id)
 
 
 def past_span(name: str, begun_s: float, ended_s: float, *, parent: Context | str | None = None) -> None:
@@ -200,14 +250,15 @@ def span(
     parent: Context | str | None = None,
     kind: SpanKind = SpanKind.INTERNAL,
     attributes: Attributes | None = None,
+    links: Sequence[SpanContext] = (),
 ) -> Iterator[Span]:
     """A span around a block, current inside it; an exception marks it failed by class name, without its message."""
-    opened = start_span(name, parent=parent, kind=kind, attributes=attributes)
+    opened = start_span(name, parent=parent, kind=kind, attributes=attributes, links=links)
     try:
         with use_span(opened):
             yield opened
     except BaseException as exc:
-        mark_failed(opened, type(exc).__name__)
+        mark_failed(opened, exc.reason if isinstance(exc, KvmeshError) else type(exc).__name__)
         raise
     finally:
         opened.end()
@@ -224,9 +275,10 @@ def use_span(opened: Span) -> Iterator[Span]:
 
 
 def mark_failed(opened: Span, error_type: str) -> None:
-    """Record failure on a span: `error.type` and status ERROR."""
+    """Record failure on a span: `error.type`, and status ERROR unless it ended because its client left."""
     opened.set_attribute(names.ERROR_TYPE, error_type)
-    opened.set_status(Status(StatusCode.ERROR))
+    if error_type not in names.LEAVINGS:
+        opened.set_status(Status(StatusCode.ERROR))
 
 
 def current_trace_id() -> str:
