@@ -6,6 +6,8 @@ A second service in the same process (tests do that) shares the metric instead o
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
@@ -99,6 +101,16 @@ class MetricsServer:
         self._thread.join(timeout=5.0)
 
 
+def _plain(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """The same endpoint, always in the plain text format: asked for OpenMetrics, as Prometheus 2 does, the library
+    writes `kvmesh_` where the name says `kvmesh:`."""
+
+    def served(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        return app({**environ, "HTTP_ACCEPT": "text/plain;version=0.0.4"}, start_response)
+
+    return served
+
+
 def start_http(listen: str, registry: CollectorRegistry = REGISTRY) -> MetricsServer | None:
     """Serve /metrics on "host:port" (port 0 = any free port); "" = off, returns None. OSError when it cannot bind."""
     if not listen:
@@ -108,4 +120,5 @@ def start_http(listen: str, registry: CollectorRegistry = REGISTRY) -> MetricsSe
         server, thread = start_http_server(int(port), addr=host.strip("[]"), registry=registry)
     except OSError as exc:
         raise OSError(exc.errno, f"metrics cannot listen on {listen}: {exc.strerror}") from None
+    server.set_app(_plain(server.get_app()))  # type: ignore[arg-type]
     return MetricsServer(f"{host}:{server.server_port}", server, thread)
