@@ -179,7 +179,7 @@ class Gateway:
             self.playground = Playground(settings.playground_spans if settings.processes == 1 else "")
         pages = self.playground.routes(face) if self.playground is not None else ()
         app = App(face, lambda: self._context.server.ready, cors_origins=settings.cors_origins, extra_routes=pages)
-        return HttpServer(settings, app, face)
+        return HttpServer(settings, app, face, leaving=lambda: self._context.server.withdrawn)
 
     def _open_channel(self, address: str) -> MeshChannel:
         return open_inner_channel(address, self._settings, self._context.auth.token)
@@ -251,7 +251,10 @@ class Gateway:
         if self.http is not None:
             self.http.stop_listening()
         left = deadline.remaining()
-        if not await self.registry.wait_idle(left - min(LAST_WORD_S, left / 2)):
+        work = Deadline.after(left - min(LAST_WORD_S, left / 2))
+        if self.http is not None:
+            await self.http.last_call(work.remaining())
+        if not await self.registry.wait_idle(work.remaining()):
             self.registry.stop_all(lambda: Unavailable("this gateway is stopping"))
         if self.http is not None:
             await self.http.finish(Deadline.after(deadline.remaining() / 2))

@@ -103,6 +103,12 @@ class TlsSettings(BaseModel):
     require_client_cert: bool = Field(
         default=False, description="Refuse clients without a certificate signed by `ca` (mTLS)."
     )
+    server_name: str = Field(
+        default="",
+        max_length=255,
+        description="Name that the certificates of other services of the mesh must bear, instead of the addresses "
+        'that they are reached at (pods have no certificate of their IP address); "" = the address.',
+    )
     client_ca: Path | None = Field(
         default=None,
         description="File of the authorities of clients that are not of the mesh (PEM), for the gateway: over HTTP a "

@@ -233,5 +233,6 @@ def open_inner_channel(
         default_timeout_s=default_timeout_s,
         max_message_bytes=settings.max_message_bytes,
         keepalive_s=settings.keepalive_s,
+        server_name=settings.tls.server_name or None,
         balance=balance,
     )

@@ -10,6 +10,7 @@ await server.serve_until_signal(on_drain)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
@@ -99,6 +100,7 @@ class RpcServer:
         self._policy = _OPEN
         self._services: list[str] = []
         self._ready = False
+        self._withdrawn = self._draining = False
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
         self._started = False
@@ -156,9 +158,14 @@ class RpcServer:
         return self._state.in_flight
 
     @property
+    def withdrawn(self) -> bool:
+        """True from the first signal on: readiness is off for good, though calls are served still."""
+        return self._withdrawn
+
+    @property
     def draining(self) -> bool:
-        """True from the first signal on."""
-        return self._state.draining
+        """True once the drain has begun: new work goes elsewhere."""
+        return self._draining
 
     @property
     def ready(self) -> bool:
@@ -208,8 +215,8 @@ class RpcServer:
         return f"{socket.gethostname() if host in ('0.0.0.0', '[::]') else host}:{port}"
 
     def set_ready(self, ready: bool, service: str | None = None) -> None:
-        """Readiness of one service or of all (None). On the event loop; once draining it stays off."""
-        ready = ready and not self._state.draining
+        """Readiness of one service or of all (None). On the event loop; once withdrawn it stays off."""
+        ready = ready and not self._withdrawn
         for name in self._services if service is None else [service]:
             self.health.set(name, ready)
         self._publish_ready(all(self.health.is_serving(name) for name in self._services))
@@ -262,13 +269,16 @@ class RpcServer:
             await self.close()
 
     async def drain(self, on_drain: OnDrain | None = None) -> None:
-        """Readiness off, new work refused, work in flight finished within `drain_timeout_s`, then closed.
+        """Readiness off; after `drain_delay_s` new work refused, work in flight finished within `drain_timeout_s`, then
+        closed.
 
         `on_drain` gets the deadline: it finishes or hands over the service's own work and ends its long-lived streams.
         """
+        await self._withdraw()
         deadline = Deadline.after(self.settings.drain_timeout_s)
-        self.set_ready(False)
-        self._state.draining = True
+        self._draining = True
+        # Who leaves first is left to gRPC, which takes no new call: those that crossed its goodbye are served.
+        self._state.draining = not self._options.leaves_first
         log.info("draining: %d call(s) in flight, up to %.0f s", self.in_flight, self.settings.drain_timeout_s)
         if self._options.leaves_first and self._started:
             self._leaving = asyncio.create_task(self._leave(deadline), name="leave")
@@ -281,6 +291,17 @@ class RpcServer:
         finally:
             await cancel_and_wait(work, force)
         await self.close()
+
+    async def _withdraw(self) -> None:
+        """Readiness off, and time for others to notice. A second signal ends the wait."""
+        self._withdrawn = True
+        self.set_ready(False)
+        delay_s = self.settings.drain_delay_s if self._started else 0.0
+        if delay_s > 0:
+            log.info("leaving: not ready, serving on for %g s", delay_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._force.wait()
 
     async def _leave(self, deadline: Deadline) -> None:
         """Listen no more and say GOAWAY; calls in flight go on. `close` ends it."""
@@ -302,7 +323,7 @@ class RpcServer:
         for number in self._signals:
             asyncio.get_running_loop().remove_signal_handler(number)
         self._signals.clear()
-        self._state.draining = True
+        self._withdrawn = self._draining = self._state.draining = True
         self._publish_ready(False)
         self.health.close()
         # A moment for the last answers and the end of the health watches to leave the process.

@@ -7,6 +7,7 @@ clients that neither read nor leave. What breaks a bound gets its status in Open
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -52,10 +53,19 @@ class _Endless(int):
 
 
 class Connection(TlsAwareProtocol):
-    """See above. `max_age_s`: 0 = as long as the client likes. `max_body_bytes`: buffered before it is read."""
+    """See above. `max_age_s`: 0 = as long as the client likes. `max_body_bytes`: buffered before it is read. `leaving`:
+    whether each answer is to be the last of its connection."""
 
-    def __init__(self, *args: Any, max_age_s: float = 0.0, max_body_bytes: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        max_age_s: float = 0.0,
+        max_body_bytes: int = 0,
+        leaving: Callable[[], bool] = lambda: False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._leaving = leaving
         self._max_body_bytes = max_body_bytes
         # A tenth more or less: connections made together do not come back together.
         self._until = self.loop.time() + max_age_s * random.uniform(0.9, 1.1) if max_age_s else 0.0
@@ -165,7 +175,7 @@ class Connection(TlsAwareProtocol):
         if self.scope["http_version"] == "1.0":
             # It knows no chunks.
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _Endless()
-        if self._until and self.loop.time() >= self._until:
+        if self._leaving() or (self._until and self.loop.time() >= self._until):
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
@@ -198,6 +208,12 @@ class Connection(TlsAwareProtocol):
         super()._start_asgi_task(cycle, app)
 
     # --- the end of it
+    def last_answer(self) -> None:
+        """What is being answered is the last here. Nothing happens where nothing is."""
+        for cycle in (self._running, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.keep_alive = False
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Whoever answers hears of it, also where further requests have come since."""
         self._forget()
@@ -289,3 +305,8 @@ class Connection(TlsAwareProtocol):
     def idle(self) -> bool:
         """No answer is under way."""
         return (self._running is None or self._running.response_complete) and not self.pipeline
+
+    @property
+    def unused(self) -> bool:
+        """Idle, and no request has begun to come in."""
+        return self.idle and not self._begun and not self.transport.is_closing()

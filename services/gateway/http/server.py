@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import socket
+from collections.abc import Callable
 from email.utils import formatdate
 
 import uvicorn
@@ -25,15 +26,23 @@ LOOK_S = 1.0
 # Seconds in which an open stream that has nothing to say gives a sign of life.
 SIGN_OF_LIFE_S = 10.0
 BACKLOG = 2048
+# After the end of listening: what connections without a request get for one that is on its way. HTTP/1 has no way to
+# say goodbye on them, and who finds one closed under its request cannot know whether it was taken.
+LAST_CALL_S = 1.0
 FLUSH_LOOK_S = 0.02
 
 
 class HttpServer:
     """Serves `app` on `settings.http_listen`. FailedPrecondition when that cannot be bound."""
 
-    def __init__(self, settings: GatewaySettings, app: App, face: Face) -> None:
+    def __init__(
+        self, settings: GatewaySettings, app: App, face: Face, *, leaving: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`leaving`: whether this process is about to stop listening."""
         self._settings = settings
         self.face = face
+        self._withdrawn = leaving
+        self._listening = True
         self._state = ServerState()
         self._config = uvicorn.Config(
             app,
@@ -75,6 +84,7 @@ class HttpServer:
             app_state={},
             max_age_s=self._settings.max_connection_age_s,
             max_body_bytes=self._settings.http_max_body_bytes,
+            leaving=self._leaving,
         )
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(make, sock=bound, ssl=tls, backlog=BACKLOG)
@@ -84,6 +94,9 @@ class HttpServer:
         self.address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("HTTP on %s", self.address)
         return self.address
+
+    def _leaving(self) -> bool:
+        return self._withdrawn() or not self._listening
 
     def _bind(self) -> socket.socket:
         listen = self._settings.http_listen
@@ -132,12 +145,22 @@ class HttpServer:
 
     # --- the end
     def stop_listening(self) -> None:
-        """No new connections; those that are open end with the answer they are at."""
-        self.face.draining = True
+        """No new connections; those that are open end with the answer they are at, or with their next one."""
+        self._listening = False
         if self._server is not None:
             self._server.close()
         for connection in self.connections:
-            connection.shutdown()
+            connection.last_answer()
+
+    async def last_call(self, limit_s: float) -> None:
+        """After `stop_listening`: until no connection can bring another request."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + min(LAST_CALL_S, limit_s)
+        while loop.time() < until and any(one.unused for one in self.connections):
+            await asyncio.sleep(FLUSH_LOOK_S)
+        for connection in self.connections:
+            if connection.unused:
+                connection.transport.close()
 
     async def finish(self, deadline: Deadline) -> None:
         """Wait until the last answers have been written, and taken by their clients as far as they read."""
@@ -150,6 +173,7 @@ class HttpServer:
 
     async def close(self) -> None:
         """End what is left, at once."""
+        self.face.draining = True
         self.stop_listening()
         for task in list(self._state.tasks):
             task.cancel()

@@ -134,7 +134,8 @@ class Parent:
             await asyncio.wait({stop, failed}, return_when=asyncio.FIRST_COMPLETED)
             if not self._stopping.is_set():
                 self._told_to_stop()
-            _, late = await asyncio.wait(keepers, timeout=self._settings.drain_timeout_s + KILL_AFTER_S)
+            limit_s = self._settings.drain_delay_s + self._settings.drain_timeout_s + KILL_AFTER_S
+            _, late = await asyncio.wait(keepers, timeout=limit_s)
             for process in self._processes if late else ():
                 log.error("process %d does not end; killed", process.index)
                 process.signal(signal.SIGKILL)

@@ -159,3 +159,20 @@ async def test_a_taken_port_exits_with_the_reason(start, mesh, tmp_path) -> None
     assert f"cannot listen on {server.address}" in await process.line("cannot run")
     assert await process.wait() == 1
     assert others.exists()
+
+
+async def test_before_the_drain_everything_is_served(start) -> None:
+    process = await start("--drain-delay-s", "600")
+    info = await process.up()
+    async with open_channel(info["address"]) as channel, open_channel(info["address"]) as late:
+        health = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=60)
+        with cancelling(watch):
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            process.process.send_signal(signal.SIGTERM)
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        for known in (channel, late):
+            assert (await Echo(known).unary(Text())).value == "pong"
+        # The second signal ends the wait as it ends a drain.
+        process.process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
