@@ -1,0 +1,94 @@
+{{/* How gateways and routers reach Redis. */}}
+
+{{- define "kvmesh.redisName" -}}
+{{- include "kvmesh.componentName" (dict "root" . "component" "redis") -}}
+{{- end -}}
+
+{{/* "bundled", "external" or "". */}}
+{{- define "kvmesh.redisKind" -}}
+{{- if .Values.redis.external.url -}}external{{- else if .Values.redis.bundled.enabled -}}bundled{{- end -}}
+{{- end -}}
+
+{{/* Whether Redis holds what must not be lost: "true" or "". */}}
+{{- define "kvmesh.redisKeeps" -}}
+{{- if or .Values.limits.budgets .Values.auth.keysInRedis -}}true{{- end -}}
+{{- end -}}
+
+{{- define "kvmesh.redisPersists" -}}
+{{- $enabled := toString .Values.redis.bundled.persistence.enabled -}}
+{{- if or (eq $enabled "true") (and (eq $enabled "auto") (include "kvmesh.redisKeeps" .)) -}}true{{- end -}}
+{{- end -}}
+
+{{/* Secret and key of the password, as YAML; "" where none is needed. */}}
+{{- define "kvmesh.redisPassword" -}}
+{{- $kind := include "kvmesh.redisKind" . -}}
+{{- if and (eq $kind "bundled") .Values.redis.bundled.auth.enabled -}}
+name: {{ include "kvmesh.redisSecretName" . }}
+key: {{ .Values.redis.bundled.auth.passwordSecret.key }}
+{{- else if and (eq $kind "external") .Values.redis.external.passwordSecret.name -}}
+name: {{ .Values.redis.external.passwordSecret.name }}
+key: {{ .Values.redis.external.passwordSecret.key }}
+{{- end -}}
+{{- end -}}
+
+{{/* Secret and key of the authorities, as YAML; "" = the system's, or no TLS. */}}
+{{- define "kvmesh.redisCa" -}}
+{{- $kind := include "kvmesh.redisKind" . -}}
+{{- if and (eq $kind "bundled") .Values.redis.bundled.tls.enabled -}}
+name: {{ include "kvmesh.tlsSecretName" (dict "root" . "member" "redis") }}
+key: ca.crt
+{{- else if and (eq $kind "external") .Values.redis.external.caSecret.name -}}
+name: {{ .Values.redis.external.caSecret.name }}
+key: {{ .Values.redis.external.caSecret.key }}
+{{- end -}}
+{{- end -}}
+
+{{/* Settings `redis_*` as YAML: the chart's $. */}}
+{{- define "kvmesh.redisSettings" -}}
+{{- $kind := include "kvmesh.redisKind" . -}}
+{{- if eq $kind "bundled" -}}
+redis_url: {{ printf "%s://%s:6379/0" (ternary "rediss" "redis" .Values.redis.bundled.tls.enabled) (include "kvmesh.dns" (dict "root" . "name" (include "kvmesh.redisName" .))) }}
+{{- else if eq $kind "external" -}}
+redis_url: {{ .Values.redis.external.url | quote }}
+redis_cluster: {{ .Values.redis.external.cluster }}
+{{- end }}
+{{- if include "kvmesh.redisPassword" . }}
+redis_password_file: /etc/kvmesh/redis/password
+{{- end }}
+{{- if include "kvmesh.redisCa" . }}
+redis_ca_file: /etc/kvmesh/redis-ca/ca.crt
+{{- end }}
+{{- end -}}
+
+{{- define "kvmesh.redisVolumes" -}}
+{{- with include "kvmesh.redisPassword" . | fromYaml }}
+{{- if .name }}
+- name: redis-password
+  secret: { secretName: {{ .name }}, defaultMode: 0440, items: [{ key: {{ .key }}, path: password }] }
+{{- end }}
+{{- end }}
+{{- with include "kvmesh.redisCa" . | fromYaml }}
+{{- if .name }}
+- name: redis-ca
+  secret: { secretName: {{ .name }}, defaultMode: 0440, items: [{ key: {{ .key }}, path: ca.crt }] }
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvmesh.redisMounts" -}}
+{{- if include "kvmesh.redisPassword" . }}
+- { name: redis-password, mountPath: /etc/kvmesh/redis, readOnly: true }
+{{- end }}
+{{- if include "kvmesh.redisCa" . }}
+- { name: redis-ca, mountPath: /etc/kvmesh/redis-ca, readOnly: true }
+{{- end }}
+{{- end -}}
+
+{{/* What makes pods that read the password at start roll when it changes: the chart's $. As annotations. */}}
+{{- define "kvmesh.redisChecksum" -}}
+{{- with include "kvmesh.redisPassword" . | fromYaml }}
+{{- with include "kvmesh.secretDigest" (dict "root" $ "name" .name) }}
+checksum/redis-password: {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
