@@ -37,7 +37,7 @@
 {{- end -}}
 
 {{- define "kvmesh.engineHasSidecar" -}}
-{{- if and .engine.kvtransfer.enabled (ne .engine.role "unified") -}}true{{- end -}}
+{{- if and .engine.kvtransfer.enabled (ne .engine.role "unified") (not .engine.multiNode.enabled) -}}true{{- end -}}
 {{- end -}}
 
 {{/* Whether the sidecar is an init container that goes on running: the chart's $. "true" or "". */}}
@@ -132,7 +132,8 @@ spec:
 {{- define "kvmesh.engineResources" -}}
 {{- $resources := deepCopy .engine.resources -}}
 {{- if eq .engine.device "cuda" -}}
-{{- $gpus := int .engine.gpus | default (int .engine.tp) -}}
+{{- $hosts := ternary (int .engine.multiNode.hosts) 1 .engine.multiNode.enabled -}}
+{{- $gpus := int .engine.gpus | default (div (int .engine.tp) $hosts) -}}
 {{- $limits := merge (dict .engine.gpuResource $gpus) ($resources.limits | default dict) -}}
 {{- $requests := merge (dict .engine.gpuResource $gpus) ($resources.requests | default dict) -}}
 {{- $resources = merge (dict "limits" $limits "requests" $requests) $resources -}}

@@ -1,0 +1,65 @@
+{{/* What HPA and ScaledObject share. An engine and its sidecar are one pod, so they scale as one. */}}
+
+{{/* Names of the engines that are scaled in some way, as a YAML list: root, kind (hpa or keda). */}}
+{{- define "kvmesh.scaledEngines" -}}
+{{- $names := list -}}
+{{- range $name := include "kvmesh.engineNames" .root | fromYamlArray -}}
+{{- $scaling := (include "kvmesh.engine" (dict "root" $.root "name" $name) | fromYaml).autoscaling -}}
+{{- if and $scaling.enabled (eq $scaling.kind $.kind) -}}
+{{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
+{{- fail (printf "engines.%s.autoscaling: minReplicas is above maxReplicas" $name) -}}
+{{- end -}}
+{{- $names = append $names $name -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $names -}}
+{{- end -}}
+
+{{/* The scale target of an engine: root, name, engine. */}}
+{{- define "kvmesh.scaleTarget" -}}
+{{- if .engine.multiNode.enabled -}}
+apiVersion: leaderworkerset.x-k8s.io/v1
+kind: LeaderWorkerSet
+name: {{ include "kvmesh.hostsName" . }}
+{{- else -}}
+apiVersion: apps/v1
+kind: Deployment
+name: {{ include "kvmesh.componentName" (dict "root" .root "component" .name) }}
+{{- end -}}
+{{- end -}}
+
+{{/*
+How fast replicas come and go. A pod that leaves finishes what it has, for up to its grace period: within that time so many
+leave and no more, or a wave of drains takes what carries the load. Input: root, scaling.
+*/}}
+{{- define "kvmesh.scaleBehavior" -}}
+{{- $drain := include "kvmesh.terminationGrace" .root | int -}}
+scaleUp:
+  stabilizationWindowSeconds: {{ int .scaling.scaleUp.stabilizationWindowSeconds }}
+  policies:
+    - type: Pods
+      value: {{ int .scaling.scaleUp.pods }}
+      periodSeconds: {{ int .scaling.scaleUp.periodSeconds }}
+scaleDown:
+  stabilizationWindowSeconds: {{ int .scaling.scaleDown.stabilizationWindowSeconds }}
+  policies:
+    - type: Pods
+      value: {{ int .scaling.scaleDown.pods }}
+      periodSeconds: {{ min 1800 (int .scaling.scaleDown.periodSeconds | default $drain) }}
+{{- end -}}
+
+{{/* PromQL matchers of the mesh's series, or of one engine's pods: root, and name, engine for the latter. */}}
+{{- define "kvmesh.seriesOf" -}}
+{{- $matchers := list (printf "namespace=%q" .root.Release.Namespace) -}}
+{{- if .name -}}
+{{- $pods := printf "%s-[a-z0-9]+-[a-z0-9]+" (include "kvmesh.componentName" (dict "root" .root "component" .name)) -}}
+{{- if .engine.multiNode.enabled -}}
+{{- $pods = printf "%s-[0-9]+" (include "kvmesh.hostsName" .) -}}
+{{- end -}}
+{{- $matchers = append $matchers (printf "pod=~%q" $pods) -}}
+{{- end -}}
+{{- with .root.Values.autoscaling.prometheus.matchers -}}
+{{- $matchers = append $matchers . -}}
+{{- end -}}
+{{- join "," $matchers -}}
+{{- end -}}
