@@ -13,6 +13,7 @@ from kvmesh.errors import FailedPrecondition
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.proto.v1 import kvtransfer_pb2_grpc
 from kvmesh.rpc import Access, Deadline, ServiceContext, open_inner_channel
+from kvmesh.transfer.folder import is_folder, own_socket
 from kvmesh.transfer.sidecar import Sidecar, SidecarOptions
 from kvmesh.transfer.transports.efa import EfaOptions
 from kvmesh.transfer.transports.verbs import VerbsOptions
@@ -44,7 +45,7 @@ class KvTransferService:
         """The control address is known: let an engine in."""
         self._sidecar.control_address = self._context.server.address
         await self._sidecar.listen()
-        self._context.ready_info["engine_socket"] = str(self._context.settings.engine_socket)
+        self._context.ready_info["engine_socket"] = str(self._sidecar.options.engine_socket)
         self._context.ready_info["transports"] = list(self._sidecar.transports)
 
     async def drain(self, deadline: Deadline) -> None:
@@ -73,10 +74,13 @@ async def build(context: ServiceContext[KvTransferSettings]) -> KvTransferServic
     """Make the sidecar and register its API. Raises KvmeshError where it cannot run here."""
     settings = context.settings
     if settings.engine_socket is None:
-        raise FailedPrecondition("--engine-socket is required: the Unix socket on which the engine registers")
+        raise FailedPrecondition(
+            "--engine-socket is required: the Unix socket, or folder, where the engine registers"
+        )
     options = SidecarOptions(
         sidecar_id=settings.instance_name,
-        engine_socket=settings.engine_socket,
+        engine_socket=own_socket(settings.engine_socket),
+        in_folder=is_folder(settings.engine_socket),
         open_channel=lambda address: open_inner_channel(address, settings, context.auth.token),
         transports=tuple(settings.transports),
         heartbeat_s=settings.heartbeat_s,

@@ -311,7 +311,10 @@ class WorkerSettings(ServiceSettings):
     prefill_timeout_s: float = Field(
         default=60.0, gt=0, le=3600, description="Seconds prefill and transfer of a request get."
     )
-    sidecar_socket: Path | None = Field(default=None, description="Unix socket of the local kvtransfer sidecar.")
+    sidecar_socket: Path | None = Field(
+        default=None,
+        description="Unix socket of the local kvtransfer sidecar, or a folder of several: a free one is taken.",
+    )
     scripted_step_ms: float = Field(
         default=10.0, ge=0, le=60_000, description="Scripted runner: milliseconds of a step."
     )
@@ -422,7 +425,10 @@ class KvTransferSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="KVMESH_KVTRANSFER_")
     service: ClassVar[str] = "kvtransfer"
 
-    engine_socket: Path | None = Field(default=None, description="Unix socket on which the local engine registers.")
+    engine_socket: Path | None = Field(
+        default=None,
+        description="Unix socket on which the local engine registers; in a folder, one of a name of its own.",
+    )
     transports: NameList = Field(
         default=["shm", "tcp"],
         min_length=1,

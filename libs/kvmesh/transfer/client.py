@@ -164,7 +164,7 @@ class SidecarClient:
             os.close(pidfd)
         # A transfer that is handed to a poster has page lists as long as those that were sent.
         self._frames.restrict(max_fds=MAX_PASSED_FDS)
-        self._sidecar = self._writers.sidecar_joined(_peer_pidfd(sock))
+        self._sidecar = self._writers.sidecar_joined(_peer_pidfd(sock), os.fspath(path))
         wanted = {(name, rank) for name in names for rank in range(self.layout.tp)}
         if answer.WhichOneof("body") != "hello" or {(r.group, r.rank) for r in answer.hello.regions} != wanted:
             raise DataLoss("the sidecar answered the hello with something else")

@@ -1,4 +1,4 @@
-"""`SidecarLink`: keeps an engine registered with whichever sidecar listens on its socket."""
+"""`SidecarLink`: keeps an engine registered with whichever sidecar listens on its socket, or in its folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.region import Region
 from kvmesh.rpc import cancel_and_wait
 from kvmesh.transfer.client import SidecarClient
+from kvmesh.transfer.folder import Sockets
 from kvmesh.transfer.orphans import Writers
 from kvmesh.transfer.posting import Poster
 from kvmesh.transfer.tail import TailBuffer
@@ -48,7 +49,7 @@ class SidecarLink:
     ) -> None:
         self.client: SidecarClient | None = None
         self.error = ""
-        self._path = path
+        self._sockets = Sockets(path)
         self._engine_id = engine_id
         self._incarnation = incarnation
         self._layout = layout
@@ -80,7 +81,7 @@ class SidecarLink:
                 return self.client
         except TimeoutError:
             why = f": {self.error}" if self.error else ""
-            raise Unavailable(f"no sidecar on {self._path} within {timeout_s:g} s{why}") from None
+            raise Unavailable(f"no sidecar on {self._sockets.path} within {timeout_s:g} s{why}") from None
 
     def notify_ring(self) -> None:
         """`SidecarClient.notify_ring` of the present client, or nothing (any thread)."""
@@ -102,20 +103,7 @@ class SidecarLink:
         delay = BACKOFF_S[0]
         while True:
             try:
-                client = await SidecarClient.connect(
-                    self._path,
-                    engine_id=self._engine_id,
-                    incarnation=self._incarnation,
-                    layout=self._layout,
-                    regions=self._regions,
-                    doorbell=self._doorbell,
-                    ring=self._ring,
-                    tails=self._tails,
-                    timeout_s=self._timeout_s,
-                    on_lost=self._on_client_lost,
-                    writers=self._writers,
-                    poster=self._poster,
-                )
+                client = await self._sockets.claim(self._register)
             except (KvmeshError, OSError) as error:
                 # OSError: no descriptor is left, or the sidecar died in the middle of it. Neither lasts for ever.
                 reason = error.message if isinstance(error, KvmeshError) else str(error)
@@ -138,6 +126,22 @@ class SidecarLink:
             if self._on_connected is not None:
                 self._on_connected(client)
             await self._lost.wait()
+
+    async def _register(self, path: Path) -> SidecarClient:
+        return await SidecarClient.connect(
+            path,
+            engine_id=self._engine_id,
+            incarnation=self._incarnation,
+            layout=self._layout,
+            regions=self._regions,
+            doorbell=self._doorbell,
+            ring=self._ring,
+            tails=self._tails,
+            timeout_s=self._timeout_s,
+            on_lost=self._on_client_lost,
+            writers=self._writers,
+            poster=self._poster,
+        )
 
     def _on_client_lost(self) -> None:
         if self.client is None:

@@ -2,8 +2,9 @@
 
 While a sidecar lives it decides when a slot is drained. When its connection is lost, this does: a slot is drained once
 every writer that had joined by then has unmapped (told through the successor) or exited. The sidecar itself counts too:
-a lost connection is no proof that it has stopped moving bytes; its exit is, and so is the next registration, since a
-sidecar takes an engine in only when everything of the one before is let go of.
+a lost connection is no proof that it has stopped moving bytes; its exit is, and so is the next registration on the same
+socket, since a sidecar takes an engine in only when everything of the one before is let go of. A registration on
+another socket proves nothing about the sidecar before.
 """
 
 from __future__ import annotations
@@ -31,17 +32,21 @@ class Writers:
         self._pidfds: dict[int, int] = {}
         self._waiting: list[_Waiting] = []
         self._sidecars = 0
+        self._places: dict[str, int] = {}
 
     @property
     def links(self) -> list[int]:
         """Links whose writers may still hold the memory; sidecars aside."""
         return [link for link in self._pidfds if link > 0]
 
-    def sidecar_joined(self, pidfd: int) -> int:
-        """We have registered with a sidecar. Takes its pidfd over; returns the name to wait for it by."""
-        for link in [link for link in self._pidfds if link < 0]:
-            self.gone(link)
+    def sidecar_joined(self, pidfd: int, place: str = "") -> int:
+        """We have registered with the sidecar that listens at `place`. Takes its pidfd over; returns the name to wait
+        for it by."""
+        if place in self._places:
+            self.gone(self._places.pop(place))
+        self._places = {other: link for other, link in self._places.items() if link in self._pidfds}
         self._sidecars += 1
+        self._places[place] = -self._sidecars
         self.joined(-self._sidecars, pidfd)
         return -self._sidecars
 

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvmesh.config import WorkerSettings
@@ -24,6 +25,7 @@ from kvmesh.kv.layout import KvLayout
 from kvmesh.kv.region import Region
 from kvmesh.kv.ring import DOORBELL_BYTES, StepRing
 from kvmesh.transfer.client import SidecarClient
+from kvmesh.transfer.folder import Sockets, is_folder
 from kvmesh.transfer.orphans import Writers
 
 if TYPE_CHECKING:
@@ -83,6 +85,10 @@ def check_route(settings: WorkerSettings) -> None:
         raise InvalidArgument("nvlink writes to the pages themselves: it does not go with staging=on")
     if settings.sidecar_socket is None or settings.tp == 1:
         return
+    if is_folder(settings.sidecar_socket):
+        raise InvalidArgument(
+            "not implemented: a folder of sidecars for an engine of several ranks: name the socket, or set tp to 1"
+        )
     if nvlink in ("cuda", "host"):
         raise InvalidArgument("nvlink: ranks in processes of their own cannot write by themselves yet: tp must be 1")
     if staging == "on" or settings.on_gpu:
@@ -129,22 +135,27 @@ async def ask_sidecar(
     doorbell = Region.create("kvmesh-probe-doorbell", DOORBELL_BYTES)
     ring = Region.create("kvmesh-probe-ring", StepRing.bytes_for(1, 1))
     until = time.monotonic() + SIDECAR_S
+    sidecars = Sockets(settings.sidecar_socket)
     writers = Writers()
+
+    async def register(path: Path) -> SidecarClient:
+        return await SidecarClient.connect(
+            path,
+            engine_id=f"{settings.instance_name}-probe",
+            incarnation=secrets.randbits(63) or 1,
+            layout=one,
+            regions=shown or own,
+            doorbell=doorbell,
+            ring=ring,
+            timeout_s=max(_ASK_S, until - time.monotonic()),
+            on_lost=lambda: None,
+            writers=writers,
+        )
+
     try:
         while True:
             try:
-                client = await SidecarClient.connect(
-                    settings.sidecar_socket,
-                    engine_id=f"{settings.instance_name}-probe",
-                    incarnation=secrets.randbits(63) or 1,
-                    layout=one,
-                    regions=shown or own,
-                    doorbell=doorbell,
-                    ring=ring,
-                    timeout_s=max(_ASK_S, until - time.monotonic()),
-                    on_lost=lambda: None,
-                    writers=writers,
-                )
+                client = await sidecars.claim(register)
             except (KvmeshError, OSError) as error:
                 if time.monotonic() > until:
                     log.warning("no sidecar in %g s (%s): KV goes through host memory", SIDECAR_S, error)

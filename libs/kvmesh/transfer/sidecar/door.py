@@ -21,6 +21,7 @@ from kvmesh.kv.pidfd import Life, check_pidfd
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import BackgroundTasks
+from kvmesh.transfer.folder import publish
 from kvmesh.transfer.sends import SendTable
 from kvmesh.transfer.sidecar.engine import EngineSession, SessionHost
 from kvmesh.transfer.sidecar.ranks import (
@@ -160,7 +161,9 @@ class EngineServer:
 
     async def start(self) -> None:
         """Listen. Raises FailedPrecondition (taken), OSError."""
-        self._listener = Listener(listen_unix(self._sidecar.options.engine_socket), self._accept)
+        options = self._sidecar.options
+        listen = partial(publish, listen_unix) if options.in_folder else listen_unix
+        self._listener = Listener(listen(options.engine_socket), self._accept)
 
     def present(self) -> EngineName | None:
         """The engine that is registered and not ending."""

@@ -161,7 +161,12 @@ class IncomingLinks:
         if session is None or session.ending:
             raise FailedPrecondition("no engine is registered here")
         memory = session.memory
-        if (hello.destination_engine_id, hello.destination_incarnation) != (memory.engine_id, memory.incarnation):
+        if hello.destination_engine_id != memory.engine_id:
+            # It may be registered elsewhere: where sidecars share a folder, engines change between them.
+            raise FailedPrecondition(
+                f"engine {memory.engine_id!r} is registered here, not {hello.destination_engine_id!r}"
+            )
+        if hello.destination_incarnation != memory.incarnation:
             raise NotFound(
                 f"engine {hello.destination_engine_id!r} life {hello.destination_incarnation} is not registered here"
             )

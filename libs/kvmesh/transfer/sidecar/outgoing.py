@@ -214,7 +214,7 @@ class OutgoingLinks:
                 if await self._tell_once(notice, hello):
                     break
             except NotFound:
-                # Another engine, or another life of it: that memory is gone with its owner.
+                # Another life of that engine: the memory is gone with its owner.
                 break
             except Exception as error:
                 # Whatever it is: pages over there wait for this word.
