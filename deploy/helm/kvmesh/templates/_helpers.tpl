@@ -115,5 +115,5 @@ annotations:
 
 {{/* Seconds that a pod gets to end: the total limit and 30 s more. */}}
 {{- define "kvmesh.terminationGrace" -}}
-{{- add (int .Values.limits.totalSeconds) 30 -}}
+{{- add (int (ceil .Values.limits.totalSeconds)) 30 -}}
 {{- end -}}

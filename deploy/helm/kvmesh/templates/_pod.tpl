@@ -21,7 +21,7 @@ capabilities: { drop: [ALL] }
 serviceAccountName: {{ include "kvmesh.serviceAccountName" .root }}
 automountServiceAccountToken: false
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ include "kvmesh.terminationGrace" .root }}
+terminationGracePeriodSeconds: {{ .grace | default (include "kvmesh.terminationGrace" .root) }}
 securityContext:
   {{- include "kvmesh.podSecurity" . | nindent 2 }}
 {{- with .root.Values.image.pullSecrets }}

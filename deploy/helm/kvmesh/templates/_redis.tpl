@@ -92,3 +92,39 @@ checksum/redis-password: {{ . | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}
+
+{{/* Answers expire within hours or days, what a budget has spent after 400 days or never, and keys when they end. So
+     volatile-ttl, which removes what ends soonest, takes answers; allkeys-* would take budgets and keys too. */}}
+{{- define "kvmesh.redisPolicy" -}}
+{{- $policy := .Values.redis.bundled.maxmemoryPolicy -}}
+{{- ternary "volatile-ttl" $policy (eq $policy "auto") -}}
+{{- end -}}
+
+{{- define "kvmesh.redisConf" -}}
+{{- $redis := .Values.redis.bundled -}}
+{{- if $redis.tls.enabled -}}
+port 0
+tls-port 6379
+tls-cert-file /etc/redis-tls/tls.crt
+tls-key-file /etc/redis-tls/tls.key
+tls-ca-cert-file /etc/redis-tls/ca.crt
+tls-auth-clients no
+{{- else -}}
+port 6379
+{{- end }}
+bind * -::*
+protected-mode {{ ternary "yes" "no" $redis.auth.enabled }}
+dir /data
+maxmemory {{ $redis.maxmemory }}
+maxmemory-policy {{ include "kvmesh.redisPolicy" . }}
+# More of a sample finds what ends soonest more surely.
+maxmemory-samples 10
+save ""
+{{- if include "kvmesh.redisPersists" . }}
+appendonly yes
+appendfsync {{ $redis.persistence.appendfsync }}
+{{- end }}
+{{- with $redis.config }}
+{{ . }}
+{{- end }}
+{{- end -}}
