@@ -125,7 +125,7 @@ class Gateway:
         replicas = max(settings.limits.replicas, settings.processes)
         limits = settings.limits.model_copy(update={"replicas": replicas})
         self.limits = Limits(limits, self.redis, context.tasks, name=self.gateway_id)
-        proven = context.auth.token is not None or settings.tls.cert is not None
+        proven = context.auth.token is not None or settings.tls.inner.cert is not None
         self.front = Front(
             credentials=credentials_of(settings, self.redis, proven=proven),
             preparer=Preparer(self.fleet, self.tokenizers, rules, self.grammars),

@@ -109,6 +109,12 @@ class TlsSettings(BaseModel):
         description="Name that the certificates of other services of the mesh must bear, instead of the addresses "
         'that they are reached at (pods have no certificate of their IP address); "" = the address.',
     )
+    inner_cert: Path | None = Field(
+        default=None,
+        description="Certificate chain that members of the mesh see, where `cert` is for others (PEM): a gateway's "
+        "public one need not be of the mesh's authorities, nor need there be one behind a proxy.",
+    )
+    inner_key: Path | None = Field(default=None, description="Private key file of `inner_cert` (PEM).")
     client_ca: Path | None = Field(
         default=None,
         description="File of the authorities of clients that are not of the mesh (PEM), for the gateway: over HTTP a "
@@ -123,6 +129,8 @@ class TlsSettings(BaseModel):
     def _consistent(self) -> TlsSettings:
         if (self.cert is None) != (self.key is None):
             raise ValueError("tls.cert and tls.key are set together or not at all")
+        if (self.inner_cert is None) != (self.inner_key is None):
+            raise ValueError("tls.inner_cert and tls.inner_key are set together or not at all")
         if self.require_client_cert and (self.cert is None or self.ca is None):
             raise ValueError("tls.require_client_cert needs tls.cert, tls.key and tls.ca")
         if self.client_ca is not None and self.cert is None:
@@ -138,6 +146,19 @@ class TlsSettings(BaseModel):
     def serves_tls(self) -> bool:
         """True when a server with these settings speaks TLS."""
         return self.cert is not None
+
+    @property
+    def inner(self) -> TlsSettings:
+        """These settings as they are between members of the mesh: `cert` is the one that members see."""
+        if self.inner_cert is None:
+            return self
+        return TlsSettings(
+            cert=self.inner_cert,
+            key=self.inner_key,
+            ca=self.ca,
+            require_client_cert=self.require_client_cert and self.ca is not None,
+            server_name=self.server_name,
+        )
 
     @property
     def connects_tls(self) -> bool:

@@ -228,7 +228,7 @@ def open_inner_channel(
     """`open_channel` to another service of the mesh with this service's certificates, limits and mesh token."""
     return open_channel(
         address,
-        tls=settings.tls,
+        tls=settings.tls.inner,
         token=token,
         default_timeout_s=default_timeout_s,
         max_message_bytes=settings.max_message_bytes,

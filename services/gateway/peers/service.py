@@ -56,7 +56,7 @@ async def serve_peers(listen: str, settings: ServiceSettings, auth: MeshAuth, ab
         drain_timeout_s=0.0,
         default_deadline_s=settings.default_deadline_s,
         keepalive_s=settings.keepalive_s,
-        tls=TlsSettings() if local else settings.tls,
+        tls=TlsSettings() if local else settings.tls.inner,
     )
     server = RpcServer(own, auth=auth)
     server.add(
