@@ -49,7 +49,7 @@
 {{/* Labels by which policies and people find engines: name, engine. */}}
 {{- define "kvmesh.engineLabels" -}}
 kvmesh.io/tier: engine
-kvmesh.io/role: {{ .engine.role }}
+kvmesh.io/role: {{ .engine.role | quote }}
 {{- with .engine.revision }}
 kvmesh.io/revision: {{ . | quote }}
 {{- end }}
@@ -113,7 +113,7 @@ spec:
     {{- end }}
     {{- if $sidecar }}
     - name: kvtransfer
-      emptyDir: { medium: Memory, sizeLimit: {{ $root.Values.kvtransfer.socketSizeLimit }} }
+      emptyDir: { medium: Memory, sizeLimit: {{ $root.Values.kvtransfer.socketSizeLimit | quote }} }
     {{- end }}
     {{- if eq $engine.device "cuda" }}
     - name: cache
@@ -166,7 +166,7 @@ spec:
 {{- $more = append $more (dict "name" (printf "KVMESH_%s_THREADS" (upper $service)) "valueFrom" (dict "resourceFieldRef" (dict "containerName" "engine" "resource" "limits.cpu"))) -}}
 {{- end -}}
 - name: engine
-  image: {{ include "kvmesh.image" (dict "root" .root "component" $service "image" $engine.image "cuda" $cuda) }}
+  image: {{ include "kvmesh.image" (dict "root" .root "component" $service "image" $engine.image "cuda" $cuda) | quote }}
   imagePullPolicy: {{ include "kvmesh.pullPolicy" (dict "root" .root "image" $engine.image) }}
   securityContext:
     {{- include "kvmesh.containerSecurity" . | nindent 4 }}
@@ -233,7 +233,7 @@ spec:
       "transports" (ternary $engine.rdma.transports $engine.kvtransfer.transports $engine.rdma.enabled)) -}}
 {{- $defaults := include "kvmesh.sharedDefaults" (dict "root" .root "drainSeconds" 15) | fromYaml -}}
 - name: kvtransfer
-  image: {{ include "kvmesh.image" (dict "root" .root "component" "kvtransfer" "image" $values.image) }}
+  image: {{ include "kvmesh.image" (dict "root" .root "component" "kvtransfer" "image" $values.image) | quote }}
   imagePullPolicy: {{ include "kvmesh.pullPolicy" (dict "root" .root "image" $values.image) }}
   {{- if $native }}
   # It starts before the engine and gets SIGTERM only when the engine has ended.

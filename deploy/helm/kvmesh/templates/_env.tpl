@@ -53,7 +53,7 @@
 {{- end }}
 {{- range $name, $value := $all }}
 {{- if ne $value "" }}
-- name: {{ $name }}
+- name: {{ $name | quote }}
   value: {{ $value | quote }}
 {{- end }}
 {{- end }}

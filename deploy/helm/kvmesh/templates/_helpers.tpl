@@ -25,15 +25,15 @@
 
 {{/* What selects a component's pods: root, component (gateway, router, redis, or the name of an engine). */}}
 {{- define "kvmesh.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "kvmesh.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
-app.kubernetes.io/component: {{ .component }}
+app.kubernetes.io/name: {{ include "kvmesh.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
+app.kubernetes.io/component: {{ .component | quote }}
 {{- end -}}
 
 {{/* What selects all pods of the release: the chart's $. */}}
 {{- define "kvmesh.releaseLabels" -}}
-app.kubernetes.io/name: {{ include "kvmesh.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "kvmesh.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{/* Labels of an object: root, component. */}}
@@ -56,8 +56,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 
 {{/* Metadata of an object: root, component, and name where it is not the component's. */}}
 {{- define "kvmesh.metadata" -}}
-name: {{ .name | default (include "kvmesh.componentName" .) }}
-namespace: {{ .root.Release.Namespace }}
+name: {{ .name | default (include "kvmesh.componentName" .) | quote }}
+namespace: {{ .root.Release.Namespace | quote }}
 labels:
   {{- include "kvmesh.labels" . | nindent 2 }}
   {{- with .labels }}

@@ -13,23 +13,23 @@
 {{- $source := .model.source -}}
 {{- if eq $source.type "pvc" }}
 - name: model
-  persistentVolumeClaim: { claimName: {{ $source.pvc.claimName }}, readOnly: true }
+  persistentVolumeClaim: { claimName: {{ $source.pvc.claimName | quote }}, readOnly: true }
 {{- else if eq $source.type "hostPath" }}
 - name: model
-  hostPath: { path: {{ $source.hostPath.path }}, type: Directory }
+  hostPath: { path: {{ $source.hostPath.path | quote }}, type: Directory }
 {{- else if eq $source.type "oci" }}
 - name: model
-  image: { reference: {{ $source.oci.reference }}, pullPolicy: {{ $source.oci.pullPolicy }} }
+  image: { reference: {{ $source.oci.reference | quote }}, pullPolicy: {{ $source.oci.pullPolicy }} }
 {{- else if eq $source.type "init" }}
 - name: model
-  emptyDir: { {{ with $source.init.sizeLimit }}sizeLimit: {{ . }}{{ end }} }
+  emptyDir: { {{ with $source.init.sizeLimit }}sizeLimit: {{ . | quote }}{{ end }} }
 {{- end }}
 {{- end -}}
 
 {{- define "kvmesh.modelMounts" -}}
 {{- $source := .model.source -}}
 {{- if ne $source.type "packaged" }}
-- { name: model, mountPath: /models, readOnly: true{{ if and (eq $source.type "pvc") $source.pvc.subPath }}, subPath: {{ $source.pvc.subPath }}{{ end }} }
+- { name: model, mountPath: /models, readOnly: true{{ if and (eq $source.type "pvc") $source.pvc.subPath }}, subPath: {{ $source.pvc.subPath | quote }}{{ end }} }
 {{- end }}
 {{- end -}}
 
@@ -38,7 +38,7 @@
 {{- $source := .model.source -}}
 {{- if eq $source.type "init" }}
 - name: model
-  image: {{ $source.init.image }}
+  image: {{ $source.init.image | quote }}
   imagePullPolicy: {{ $source.init.pullPolicy }}
   {{- with $source.init.command }}
   command: {{ toJson . }}

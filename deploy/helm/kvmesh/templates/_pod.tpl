@@ -18,7 +18,7 @@ capabilities: { drop: [ALL] }
 
 {{/* Begin of a pod's spec: root, component, values (of the service). */}}
 {{- define "kvmesh.podHead" -}}
-serviceAccountName: {{ include "kvmesh.serviceAccountName" .root }}
+serviceAccountName: {{ include "kvmesh.serviceAccountName" .root | quote }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ .grace | default (include "kvmesh.terminationGrace" .root) }}
@@ -27,14 +27,14 @@ securityContext:
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 {{- with .values.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with .values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .values.nodeSelector }}
 nodeSelector:
@@ -113,12 +113,12 @@ lifecycle:
 {{/* Volumes that every service has: root, component (of TLS), tmpSize. */}}
 {{- define "kvmesh.volumes" -}}
 - name: tmp
-  emptyDir: { medium: Memory, sizeLimit: {{ .tmpSize | default "64Mi" }} }
+  emptyDir: { medium: Memory, sizeLimit: {{ .tmpSize | default "64Mi" | quote }} }
 - name: mesh
   secret:
-    secretName: {{ include "kvmesh.meshSecretName" .root }}
+    secretName: {{ include "kvmesh.meshSecretName" .root | quote }}
     defaultMode: 0440
-    items: [{ key: {{ .root.Values.auth.meshTokenSecret.key }}, path: token }]
+    items: [{ key: {{ .root.Values.auth.meshTokenSecret.key | quote }}, path: token }]
 {{- end -}}
 
 {{- define "kvmesh.mounts" -}}

@@ -23,11 +23,11 @@
 {{- define "kvmesh.redisPassword" -}}
 {{- $kind := include "kvmesh.redisKind" . -}}
 {{- if and (eq $kind "bundled") .Values.redis.bundled.auth.enabled -}}
-name: {{ include "kvmesh.redisSecretName" . }}
-key: {{ .Values.redis.bundled.auth.passwordSecret.key }}
+name: {{ include "kvmesh.redisSecretName" . | quote }}
+key: {{ .Values.redis.bundled.auth.passwordSecret.key | quote }}
 {{- else if and (eq $kind "external") .Values.redis.external.passwordSecret.name -}}
-name: {{ .Values.redis.external.passwordSecret.name }}
-key: {{ .Values.redis.external.passwordSecret.key }}
+name: {{ .Values.redis.external.passwordSecret.name | quote }}
+key: {{ .Values.redis.external.passwordSecret.key | quote }}
 {{- end -}}
 {{- end -}}
 
@@ -35,11 +35,11 @@ key: {{ .Values.redis.external.passwordSecret.key }}
 {{- define "kvmesh.redisCa" -}}
 {{- $kind := include "kvmesh.redisKind" . -}}
 {{- if and (eq $kind "bundled") .Values.redis.bundled.tls.enabled -}}
-name: {{ include "kvmesh.tlsSecretName" (dict "root" . "member" "redis") }}
+name: {{ include "kvmesh.tlsSecretName" (dict "root" . "member" "redis") | quote }}
 key: ca.crt
 {{- else if and (eq $kind "external") .Values.redis.external.caSecret.name -}}
-name: {{ .Values.redis.external.caSecret.name }}
-key: {{ .Values.redis.external.caSecret.key }}
+name: {{ .Values.redis.external.caSecret.name | quote }}
+key: {{ .Values.redis.external.caSecret.key | quote }}
 {{- end -}}
 {{- end -}}
 
@@ -64,13 +64,13 @@ redis_ca_file: /etc/kvmesh/redis-ca/ca.crt
 {{- with include "kvmesh.redisPassword" . | fromYaml }}
 {{- if .name }}
 - name: redis-password
-  secret: { secretName: {{ .name }}, defaultMode: 0440, items: [{ key: {{ .key }}, path: password }] }
+  secret: { secretName: {{ .name | quote }}, defaultMode: 0440, items: [{ key: {{ .key | quote }}, path: password }] }
 {{- end }}
 {{- end }}
 {{- with include "kvmesh.redisCa" . | fromYaml }}
 {{- if .name }}
 - name: redis-ca
-  secret: { secretName: {{ .name }}, defaultMode: 0440, items: [{ key: {{ .key }}, path: ca.crt }] }
+  secret: { secretName: {{ .name | quote }}, defaultMode: 0440, items: [{ key: {{ .key | quote }}, path: ca.crt }] }
 {{- end }}
 {{- end }}
 {{- end -}}

@@ -19,7 +19,7 @@
 {{- $tls := .root.Values.tls -}}
 {{- if $tls.enabled -}}
 ca: /etc/kvmesh/tls/ca.crt
-server_name: {{ include "kvmesh.tlsServerName" .root }}
+server_name: {{ include "kvmesh.tlsServerName" .root | quote }}
 {{- if and (eq .member "gateway") (ne $tls.public.mode "mesh") }}
 inner_cert: /etc/kvmesh/tls/tls.crt
 inner_key: /etc/kvmesh/tls/tls.key
@@ -50,15 +50,15 @@ client_listen: {{ include "kvmesh.listen" (dict "root" .root "port" 8443) | quot
 {{- $tls := .root.Values.tls -}}
 {{- if $tls.enabled }}
 - name: tls
-  secret: { secretName: {{ include "kvmesh.tlsSecretName" . }}, defaultMode: 0440 }
+  secret: { secretName: {{ include "kvmesh.tlsSecretName" . | quote }}, defaultMode: 0440 }
 {{- if eq .member "gateway" }}
 {{- if eq $tls.public.mode "own" }}
 - name: public-tls
-  secret: { secretName: {{ include "kvmesh.publicTlsSecretName" .root }}, defaultMode: 0440 }
+  secret: { secretName: {{ include "kvmesh.publicTlsSecretName" .root | quote }}, defaultMode: 0440 }
 {{- end }}
 {{- with $tls.clientCA.secretName }}
 - name: client-ca
-  secret: { secretName: {{ . }}, defaultMode: 0440, items: [{ key: {{ $tls.clientCA.key }}, path: ca.crt }] }
+  secret: { secretName: {{ . | quote }}, defaultMode: 0440, items: [{ key: {{ $tls.clientCA.key | quote }}, path: ca.crt }] }
 {{- end }}
 {{- end }}
 {{- end }}

@@ -18,14 +18,3 @@
 - { name: KVMESH_DECODE_TP_LEADER, value: "$(LWS_LEADER_ADDRESS):50056" }
 - { name: KVMESH_DECODE_TP_LISTEN, value: {{ include "kvmesh.listen" (dict "root" .root "port" 50056) | quote }} }
 {{- end -}}
-
-{{/* What does not go together: name, engine. */}}
-{{- define "kvmesh.hostsCheck" -}}
-{{- $hosts := int .engine.multiNode.hosts -}}
-{{- if ne .engine.role "unified" -}}
-{{- fail (printf "engines.%s: multiNode needs role unified: KV of ranks on several hosts is not moved" .name) -}}
-{{- end -}}
-{{- if mod (int .engine.tp) $hosts -}}
-{{- fail (printf "engines.%s: tp (%d) must be a multiple of multiNode.hosts (%d)" .name (int .engine.tp) $hosts) -}}
-{{- end -}}
-{{- end -}}

@@ -20,11 +20,11 @@
 {{- if .engine.multiNode.enabled -}}
 apiVersion: leaderworkerset.x-k8s.io/v1
 kind: LeaderWorkerSet
-name: {{ include "kvmesh.hostsName" . }}
+name: {{ include "kvmesh.hostsName" . | quote }}
 {{- else -}}
 apiVersion: apps/v1
 kind: Deployment
-name: {{ include "kvmesh.componentName" (dict "root" .root "component" .name) }}
+name: {{ include "kvmesh.componentName" (dict "root" .root "component" .name) | quote }}
 {{- end -}}
 {{- end -}}
 
