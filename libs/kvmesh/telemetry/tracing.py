@@ -7,6 +7,7 @@ SDK is loaded and spans record nothing, but an incoming trace context still trav
 from __future__ import annotations
 
 import logging
+import random
 import socket
 import threading
 import time
@@ -19,7 +20,17 @@ from urllib.parse import urlsplit
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, NoOpTracer, Span, SpanContext, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    NoOpTracer,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvmesh import __version__
@@ -39,13 +50,12 @@ Attributes = Mapping[str, AttributeValue]
 
 TRACEPARENT = "traceparent"
 EXPORT_TIMEOUT_S = 3
-MAX_ATTRIBUTE_CHARS = 1024
-MAX_EVENTS = 128
-MAX_LINKS = 64
 _propagator = TraceContextTextMapPropagator()
 _noop = NoOpTracer()
 _provider: TracerProvider | None = None
+_traced: Tracer = _noop
 _held: Held | None = None
+_ratio = 1.0
 _endpoint = ""
 
 
@@ -67,17 +77,18 @@ def setup(
     `ca_file`: who signed the collector's certificate; None = the system's roots, or the standard OTEL_ variables.
     `exporter`: used instead of OTLP, synchronously (tests).
     """
-    global _provider, _held, _endpoint
+    global _provider, _traced, _held, _endpoint, _ratio
     shutdown(timeout_s=1.0)
     _endpoint = otlp_endpoint if exporter is None else ""
     if not otlp_endpoint and exporter is None:
         return
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import SpanLimits, TracerProvider
-    from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioBased
+    from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
     from kvmesh.telemetry.export import AtOnce, ExportQueue
-    from kvmesh.telemetry.held import Held, RecordAll
+    from kvmesh.telemetry.held import MAX_CHARS, MAX_EVENTS, MAX_LINKS, Held
 
     resource = Resource.create(
         {
@@ -86,17 +97,19 @@ def setup(
             names.SERVICE_VERSION: __version__,
         }
     )
-    sampler: Sampler = ParentBased(TraceIdRatioBased(ratio))
     out = AtOnce(exporter) if exporter is not None else ExportQueue(_otlp(otlp_endpoint, ca_file))
-    _held = Held(out, failures_per_s=failures_per_s) if failures_per_s > 0 else None
     provider = TracerProvider(
-        sampler=RecordAll(sampler) if _held is not None else sampler,
+        # Where a trace starts, `start_span` has decided.
+        sampler=ParentBased(ALWAYS_ON),
         resource=resource,
-        span_limits=SpanLimits(max_attribute_length=MAX_ATTRIBUTE_CHARS, max_links=MAX_LINKS, max_events=MAX_EVENTS),
+        span_limits=SpanLimits(max_attribute_length=MAX_CHARS, max_links=MAX_LINKS, max_events=MAX_EVENTS),
         shutdown_on_exit=False,
     )
-    provider.add_span_processor(_held or out)
-    _provider = provider
+    provider.add_span_processor(out)
+    _ratio = ratio
+    if failures_per_s > 0:
+        _held = Held(out, resource, InstrumentationScope("kvmesh", __version__), failures_per_s=failures_per_s)
+    _provider, _traced = provider, provider.get_tracer("kvmesh", __version__)
 
 
 def _otlp(endpoint: str, ca_file: Path | None) -> SpanExporter:
@@ -113,10 +126,13 @@ def _otlp(endpoint: str, ca_file: Path | None) -> SpanExporter:
 
 def shutdown(timeout_s: float = 1.0) -> bool:
     """Flush and stop exporting; gives up after `timeout_s` (the collector may be gone). True when all was sent."""
-    global _provider, _held
-    provider, _provider, _held = _provider, None, None
+    global _provider, _traced, _held
+    provider, held = _provider, _held
+    _provider, _traced, _held = None, _noop, None
     if provider is None:
         return True
+    if held is not None:
+        held.close()
     flushed = threading.Event()
 
     def run() -> None:
@@ -146,11 +162,6 @@ def _refused(endpoint: str) -> bool:
     except (OSError, ValueError):
         return False
     return False
-
-
-def tracer() -> Tracer:
-    """The tracer of this process; records nothing unless `setup` was given somewhere to export to."""
-    return _provider.get_tracer("kvmesh", __version__) if _provider is not None else _noop
 
 
 def traceparent(context: Context | None = None) -> str:
@@ -195,14 +206,27 @@ def start_span(
     of its own trace or of others.
     """
     context = extract(parent) if isinstance(parent, str) else parent
-    return tracer().start_span(
-        name,
-        context=context,
-        kind=kind,
-        attributes=attributes,
-        links=[Link(each) for each in links if each.is_valid],
-        start_time=start_time_ns,
-    )
+    if _provider is None:
+        return _noop.start_span(name, context)
+    made = [Link(each) for each in links if each.is_valid] if links else []
+    above: Span | None = trace.get_current_span(context)
+    if above is not None and not above.get_span_context().is_valid:
+        above = None
+    sampled = random.random() < _ratio if above is None else above.get_span_context().trace_flags.sampled
+    if sampled:
+        return _traced.start_span(
+            name, context=context, kind=kind, attributes=attributes, links=made, start_time=start_time_ns
+        )
+    if _held is not None:
+        return _held.start(name, above, kind=kind, attributes=attributes, links=made, start_time_ns=start_time_ns)
+    return _unsampled(above)
+
+
+def _unsampled(above: Span | None) -> Span:
+    """A span that records nothing: its parent's context travels on, or that of a new trace that is not sampled."""
+    if above is not None:
+        return NonRecordingSpan(above.get_span_context())
+    return NonRecordingSpan(SpanContext(random.getrandbits(128) or 1, random.getrandbits(64) or 1, False))
 
 
 def link(opened: Span, other: SpanContext | str | None, what: str) -> None:
@@ -216,7 +240,7 @@ def link(opened: Span, other: SpanContext | str | None, what: str) -> None:
 def keep(opened: Span) -> None:
     """Export the trace of an open span though nothing of it fails in the end."""
     if _held is not None:
-        _held.keep(opened.get_span_context().trace_id)
+        _held.keep(opened)
 
 
 def past_span(name: str, begun_s: float, ended_s: float, *, parent: Context | str | None = None) -> None:

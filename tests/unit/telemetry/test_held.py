@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from kvmesh.errors import Cancelled, Internal, Overloaded
 from kvmesh.telemetry import metrics, names, tracing
@@ -23,17 +26,8 @@ class Out:
 
     spans: list[ReadableSpan] = field(default_factory=list)
 
-    def on_end(self, span: ReadableSpan) -> None:
-        self.spans.append(span)
-
     def put(self, spans) -> None:  # type: ignore[no-untyped-def]
         self.spans.extend(spans)
-
-    def force_flush(self, timeout_millis: int = 0) -> bool:
-        return True
-
-    def shutdown(self) -> None:
-        pass
 
 
 @pytest.fixture
@@ -147,24 +141,17 @@ def test_none_is_held_where_failures_are_not_wanted() -> None:
 
 
 class TestBounds:
-    """With a provider of its own, so that limits and clock are the test's."""
+    """With limits and a clock of the test's."""
 
     def make(self, **limits: object) -> tuple[Held, Out]:
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
-
-        from kvmesh.telemetry.held import RecordAll
-
         out = Out()
         self.now = 0.0
-        held = Held(out, **{"failures_per_s": 10.0, "clock": lambda: self.now, **limits})  # type: ignore[arg-type]
-        provider = TracerProvider(sampler=RecordAll(ALWAYS_OFF), shutdown_on_exit=False)
-        provider.add_span_processor(held)
-        self.tracer = provider.get_tracer("test")
-        return held, out
+        given: Any = {"failures_per_s": 10.0, "clock": lambda: self.now, **limits}
+        self.held = Held(out, Resource({}), InstrumentationScope("test"), **given)
+        return self.held, out
 
     def inside(self, root, name: str = "inner") -> None:  # type: ignore[no-untyped-def]
-        self.tracer.start_span(name, context=tracing.trace.set_span_in_context(root)).end()
+        self.held.start(name, root).end()
 
     def fail(self, root) -> None:  # type: ignore[no-untyped-def]
         tracing.mark_failed(root, "INTERNAL")
@@ -172,7 +159,7 @@ class TestBounds:
 
     def test_the_oldest_spans_go_first_and_are_counted_when_they_are_missed(self) -> None:
         held, out = self.make(max_spans=3)
-        old, new = self.tracer.start_span("old"), self.tracer.start_span("new")
+        old, new = self.held.start("old"), self.held.start("new")
         before = dropped("held_too_long")
         for root in (old, old, new, new):
             self.inside(root)
@@ -187,14 +174,14 @@ class TestBounds:
     def test_bytes_are_bounded(self) -> None:
         held, _ = self.make(max_bytes=4 * SPAN_BYTES)
         for _ in range(50):
-            root = self.tracer.start_span("open", attributes={"text": "x" * 1000})
+            root = self.held.start("open", attributes={"text": "x" * 1000})
             self.inside(root)
             assert held.held[2] <= 4 * SPAN_BYTES
         assert held.held[0] == 50
 
     def test_traces_that_never_end_are_forgotten(self) -> None:
         held, out = self.make(max_traces=4)
-        roots = [self.tracer.start_span("open") for _ in range(10)]
+        roots = [self.held.start("open") for _ in range(10)]
         assert held.held[0] == 4
         self.fail(roots[0])
         assert [span.name for span in out.spans] == ["open"], "its own failure is known all the same"
@@ -203,29 +190,29 @@ class TestBounds:
         _, out = self.make(failures_per_s=2.0)
         before = dropped("rate")
         for _ in range(100):
-            self.fail(self.tracer.start_span("broken"))
+            self.fail(self.held.start("broken"))
         assert len(out.spans) == 20
         assert dropped("rate") == before + 80
         self.now += 1.0
         for _ in range(100):
-            self.fail(self.tracer.start_span("broken"))
+            self.fail(self.held.start("broken"))
         assert len(out.spans) == 22
 
     def test_refusals_leave_room_for_what_breaks(self) -> None:
         _, out = self.make(failures_per_s=1.0)
         for _ in range(100):
-            root = self.tracer.start_span("refused")
+            root = self.held.start("refused")
             tracing.mark_failed(root, Overloaded.reason)
             root.end()
-        self.fail(self.tracer.start_span("broken"))
+        self.fail(self.held.start("broken"))
         assert [span.name for span in out.spans] == ["refused"] * 10 + ["broken"]
 
     def test_what_is_under_way_at_the_end_is_exported_if_it_failed(self) -> None:
         held, out = self.make()
-        root, other = self.tracer.start_span("request"), self.tracer.start_span("other")
+        root, other = self.held.start("request"), self.held.start("other")
         self.inside(other)
-        failing = self.tracer.start_span("part", context=tracing.trace.set_span_in_context(root))
+        failing = self.held.start("part", root)
         self.fail(failing)
         assert not out.spans
-        held.shutdown()
+        held.close()
         assert [span.name for span in out.spans] == ["part"]
