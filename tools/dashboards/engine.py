@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tools.dashboards.grafana import TOKENS_S, Board, Row, series, stat
 from tools.dashboards.promql import DECODE as ALL_DECODE
-from tools.dashboards.promql import GATEWAY, Source, quantiles, share
+from tools.dashboards.promql import ALL, GATEWAY, Source, quantiles, share
 
 SIDECAR = Source("kvmesh-kvtransfer", chosen=True)
 ENGINES = "kvmesh-(prefill|decode)"
@@ -26,7 +26,7 @@ TRANSFER = Board(
         stat(
             "Exposed tail p95",
             "s",
-            SIDECAR.quantile(0.95, "transfer_exposed_seconds"),
+            ALL_DECODE.quantile(0.95, "transfer_exposed_seconds"),
             help="What decode waited for KV after the source had computed the last of it. The rest was hidden.",
             levels=(0.05, 0.25),
             runbook="ttft-rises",
@@ -34,7 +34,7 @@ TRANSFER = Board(
         stat(
             "Leases expired",
             "short",
-            SIDECAR.increase("transfer_leases_expired_total", window="1h"),
+            ALL.increase("transfer_leases_expired_total", window="1h"),
             help="In the last hour.",
             levels=(1, 10),
             runbook="leases-expired",
@@ -68,7 +68,7 @@ TRANSFER = Board(
         series(
             "Exposed tail",
             "s",
-            *quantiles(SIDECAR, "transfer_exposed_seconds"),
+            *quantiles(ALL_DECODE, "transfer_exposed_seconds"),
             help="What decode waited after the source had computed the last layer: what TTFT pays for it.",
             runbook="ttft-rises",
         ),
@@ -136,7 +136,7 @@ TRANSFER = Board(
         series(
             "Leases expired",
             "ops",
-            (SIDECAR.rate("transfer_leases_expired_total", by="peer_kind"), "{{peer_kind}}"),
+            (ALL.rate("transfer_leases_expired_total", by="peer_kind"), "{{peer_kind}}"),
             help="Waits for a peer that outlived their lease.",
             runbook="leases-expired",
         ),
