@@ -566,6 +566,7 @@ class SidecarHello(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
     DMABUFS_FIELD_NUMBER: _builtins.int
+    PIDFD_FIELD_NUMBER: _builtins.int
     sidecar_id: _builtins.str
     incarnation: _builtins.int
     control_address: _builtins.str
@@ -574,6 +575,8 @@ class SidecarHello(_message.Message):
     lease_s: _builtins.float
     dmabufs: _builtins.bool
     """This sidecar takes dma-bufs along with regions. One that does not say so must not be passed any."""
+    pidfd: _builtins.bool
+    """A pidfd of the sidecar's process came along with this message: from another PID namespace it cannot be opened."""
     @_builtins.property
     def region_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Keys of the regions, in the order of EngineHello.regions."""
@@ -596,10 +599,11 @@ class SidecarHello(_message.Message):
         transports: _abc.Iterable[_builtins.str] | None = ...,
         regions: _abc.Iterable[Global___RegionInfo] | None = ...,
         dmabufs: _builtins.bool = ...,
+        pidfd: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "dmabufs", b"dmabufs", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "lease_s", b"lease_s", "region_keys", b"region_keys", "regions", b"regions", "sidecar_id", b"sidecar_id", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "dmabufs", b"dmabufs", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "lease_s", b"lease_s", "pidfd", b"pidfd", "region_keys", b"region_keys", "regions", b"regions", "sidecar_id", b"sidecar_id", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
