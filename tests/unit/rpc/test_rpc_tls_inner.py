@@ -68,5 +68,5 @@ def test_one_certificate_is_both_where_there_is_one(mesh_ca: Authority) -> None:
     cert, key = mesh_ca.issue("one", NAME)
     tls = TlsSettings(cert=cert, key=key, ca=mesh_ca.file)
     assert tls.inner is tls
-    with pytest.raises(ValidationError, match="inner_cert and tls.inner_key"):
+    with pytest.raises(ValidationError, match=r"inner_cert and tls\.inner_key"):
         TlsSettings(inner_cert=cert)

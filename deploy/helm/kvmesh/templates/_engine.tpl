@@ -74,7 +74,7 @@ kvmesh.io/revision: {{ . | quote }}
 {{- $root := .root -}}
 {{- $engine := include "kvmesh.engine" . | fromYaml -}}
 {{- $model := include "kvmesh.engineModel" (dict "root" $root "engine" $engine) | fromYaml -}}
-{{- $ctx := dict "root" $root "component" .name "engine" $engine "values" $engine "model" $model "member" "engine" -}}
+{{- $ctx := dict "root" $root "component" .name "engine" $engine "values" $engine "model" $model "member" "engine" "tmpOnDisk" (or (eq $engine.device "cuda") (eq $model.source.type "init")) -}}
 {{- $sidecar := and (include "kvmesh.engineHasSidecar" $ctx) (ne (.rank | default "") "worker") -}}
 {{- $native := include "kvmesh.nativeSidecar" $root -}}
 metadata:
@@ -173,7 +173,8 @@ spec:
   env:
     {{- include "kvmesh.env" (dict "root" .root "service" $service "where" $where "own" $own "defaults" $defaults "settings" $engine.settings "fieldEnv" $more "extraEnv" $engine.extraEnv) | nindent 4 }}
     {{- if $cuda }}
-    # Kernels that are compiled at run time.
+    # Kernels that are compiled at run time, and what looks for a home.
+    - { name: HOME, value: /tmp }
     - { name: TRITON_CACHE_DIR, value: /var/cache/kvmesh/triton }
     - { name: FLASHINFER_WORKSPACE_BASE, value: /var/cache/kvmesh }
     - { name: XDG_CACHE_HOME, value: /var/cache/kvmesh }

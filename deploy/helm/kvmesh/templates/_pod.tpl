@@ -113,7 +113,11 @@ lifecycle:
 {{/* Volumes that every service has: root, component (of TLS), tmpSize. */}}
 {{- define "kvmesh.volumes" -}}
 - name: tmp
-  emptyDir: { medium: Memory, sizeLimit: {{ .tmpSize | default "64Mi" | quote }} }
+  {{- if .tmpOnDisk }}
+  emptyDir: { sizeLimit: 8Gi }
+  {{- else }}
+  emptyDir: { medium: Memory, sizeLimit: 64Mi }
+  {{- end }}
 - name: mesh
   secret:
     secretName: {{ include "kvmesh.meshSecretName" .root | quote }}

@@ -84,11 +84,26 @@ redis_ca_file: /etc/kvmesh/redis-ca/ca.crt
 {{- end }}
 {{- end -}}
 
-{{/* What makes pods that read the password at start roll when it changes: the chart's $. As annotations. */}}
-{{- define "kvmesh.redisChecksum" -}}
-{{- with include "kvmesh.redisPassword" . | fromYaml }}
-{{- with include "kvmesh.secretDigest" (dict "root" $ "name" .name) }}
+{{/* What makes pods roll when a secret changes that they read at start alone (the others are read again): the chart's $. As
+     annotations. A named secret is looked up in the cluster, so that `helm template` has nothing to tell of it. */}}
+{{- define "kvmesh.startChecksums" -}}
+{{- $password := include "kvmesh.redisPassword" . | fromYaml -}}
+{{- $generated := and (eq (include "kvmesh.redisKind" .) "bundled") (not .Values.redis.bundled.auth.passwordSecret.name) -}}
+{{- if and $password.name $generated }}
+checksum/redis-password: {{ include "kvmesh.secretOnce" (dict "root" $ "name" $password.name "key" $password.key) | sha256sum | trunc 16 | quote }}
+{{- else if $password.name }}
+{{- with include "kvmesh.secretDigest" (dict "root" $ "name" $password.name) }}
 checksum/redis-password: {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- with .Values.redis.external.caSecret.name }}
+{{- with include "kvmesh.secretDigest" (dict "root" $ "name" .) }}
+checksum/redis-ca: {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- with .Values.cache.secret.name }}
+{{- with include "kvmesh.secretDigest" (dict "root" $ "name" .) }}
+checksum/cache-secret: {{ . | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}
