@@ -184,9 +184,9 @@ class Gateway:
     def _open_channel(self, address: str) -> MeshChannel:
         return open_inner_channel(address, self._settings, self._context.auth.token)
 
-    def _open_router_channel(self, address: str) -> MeshChannel:
-        """A report must reach the replica that decided, also where one name stands for several."""
-        return open_inner_channel(address, self._settings, self._context.auth.token, balance=False)
+    def _open_router_channel(self, address: str, name: str) -> MeshChannel:
+        """A report must reach the replica that decided, so that a channel is one replica's."""
+        return open_inner_channel(address, self._settings, self._context.auth.token, balance=False, name=name)
 
     def _on_load(self, link: WorkerLink) -> None:
         if len(self.queue):

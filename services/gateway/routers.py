@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
@@ -16,8 +17,9 @@ from kvmesh.errors import FailedPrecondition, InvalidArgument, KvmeshError, NotF
 from kvmesh.proto.v1 import router_pb2, router_pb2_grpc
 from kvmesh.rpc.auth import tenant_metadata
 from kvmesh.rpc.channel import MeshChannel, cancelling
+from kvmesh.rpc.resolve import host_of, resolve
 from kvmesh.rpc.status import DETAILS_KEY, from_rpc_error
-from kvmesh.rpc.tasks import BackgroundTasks
+from kvmesh.rpc.tasks import BackgroundTasks, cancel_and_wait
 from kvmesh.telemetry import metrics, names
 from services.gateway.fleet import Fleet
 
@@ -28,6 +30,8 @@ MAX_REPORTS_IN_FLIGHT = 1024
 # A replica that did not answer is asked last for this long.
 SHUN_S = 1.0
 BACKOFF_S = (0.1, 2.0)
+# Between look-ups of names: where one was lost or not found, and where all is well.
+LOOK_UP_S = (0.5, 5.0)
 
 
 class NoRouter(Unavailable):
@@ -37,47 +41,59 @@ class NoRouter(Unavailable):
 
 
 class Replica:
-    """One configured router address. Where it resolves to several, the channel stays with one that can be reached."""
+    """One router, by its address."""
 
     def __init__(self, address: str, channel: MeshChannel) -> None:
         self.address = address
         self.channel = channel
         self.stub = router_pb2_grpc.RouterStub(channel)
         self.shunned_until = 0.0
+        self.watched = False
+        """True while it tells of the fleet."""
         self.embedder = ""
         """Id under which it embeds texts; "" when it does not, or cannot be reached."""
 
 
 class Routers:
-    """All configured replicas. `silence_s`: a Watch without any message for this long is dead."""
+    """All replicas behind the configured addresses: a name is looked up again from time to time, and at once when a
+    replica is lost. `open_channel` gets an address and the name it was found by ("" = none). `silence_s`: a Watch
+    without any message for this long is dead."""
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        targets: Sequence[str],
         *,
-        open_channel: Callable[[str], MeshChannel],
+        open_channel: Callable[[str, str], MeshChannel],
         tasks: BackgroundTasks,
         route_timeout_s: float,
         silence_s: float,
     ) -> None:
-        self._replicas = [Replica(address, open_channel(address)) for address in addresses]
-        self._turn = itertools.count(random.randrange(max(1, len(self._replicas))))
+        self._targets = list(targets)
+        self._open = open_channel
+        self._found: dict[str, set[str]] = {target: {target} for target in self._targets if not _is_name(target)}
+        self._replicas: list[Replica] = []
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._left: set[str] = set()
+        self._lost = asyncio.Event()
+        self._turn = itertools.count(random.randrange(max(1, len(self._targets))))
         self._tasks = tasks
         self._route_timeout_s = route_timeout_s
         self._silence_s = silence_s
         self._reports = 0
         self.seen = False
         """True once any router has told of the fleet."""
+        self._add_found()
 
     def __len__(self) -> int:
-        return len(self._replicas)
+        """How many addresses and names are configured."""
+        return len(self._targets)
 
     def _order(self) -> list[Replica]:
-        """Replicas in turn, those that failed lately last."""
+        """Replicas in turn; those last that failed lately, or do not tell of the fleet: they are leaving, or away."""
         now = asyncio.get_running_loop().time()
         start = next(self._turn) if self._replicas else 0
         turned = [self._replicas[(start + i) % len(self._replicas)] for i in range(len(self._replicas))]
-        return sorted(turned, key=lambda replica: replica.shunned_until > now)
+        return sorted(turned, key=lambda replica: (replica.shunned_until > now, not replica.watched))
 
     async def route(self, request: router_pb2.RouteRequest, tenant: str) -> tuple[router_pb2.RouteResponse, Replica]:
         """A decision and who made it: it alone can take the report.
@@ -171,25 +187,80 @@ class Routers:
         finally:
             self._reports -= 1
 
+    # --- who they are
+    def _add_found(self) -> None:
+        known = {replica.address for replica in self._replicas}
+        for target, addresses in self._found.items():
+            for address in sorted(addresses - known):
+                known.add(address)
+                self._replicas.append(Replica(address, self._open(address, host_of(target))))
+
+    async def _look_up(self) -> bool:
+        """Look every name up; one that cannot be found now keeps its addresses. False where that is so."""
+        complete = True
+        for target in self._targets:
+            if not _is_name(target):
+                continue
+            found = await resolve(target)
+            if found:
+                self._found[target] = found
+            else:
+                complete = False
+        return complete
+
+    async def _drop_left(self) -> None:
+        """Forget who has no name any more. One that still tells of the fleet lives, whatever is said of it."""
+        known = {address for addresses in self._found.values() for address in addresses}
+        for replica in [each for each in self._replicas if each.address not in known and not each.watched]:
+            log.info("router %s has left", replica.address)
+            self._replicas.remove(replica)
+            # What it said of the fleet stays until another says something.
+            self._left.add(replica.address)
+            await cancel_and_wait(self._watches.pop(replica.address, None))
+            await replica.channel.close()
+
+    async def _follow(self, fleet: Fleet) -> None:
+        """Until cancelled: a Watch of every replica that there is."""
+        while True:
+            self._lost.clear()
+            complete = await self._look_up()
+            self._add_found()
+            await self._drop_left()
+            for replica in self._replicas:
+                if replica.address not in self._watches:
+                    watch = self._watch(replica, fleet)
+                    self._watches[replica.address] = self._tasks.spawn(watch, name=f"watch:{replica.address}")
+            await asyncio.sleep(LOOK_UP_S[0])
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_UP_S[1] if complete else LOOK_UP_S[0]):
+                    await self._lost.wait()
+
     # --- the fleet
     def watch(self, fleet: Fleet) -> None:
         """Follow every replica's view of the fleet."""
-        for replica in self._replicas:
-            self._tasks.spawn(self._watch(replica, fleet), name=f"watch:{replica.address}")
+        self._tasks.spawn(self._follow(fleet), name="routers")
 
     async def _watch(self, replica: Replica, fleet: Fleet) -> None:
         backoff, trouble = BACKOFF_S[0], ""
         while True:
             why, seen = await self._watch_once(replica, fleet)
-            replica.embedder = ""
+            replica.embedder, replica.watched = "", False
             fleet.source_lost(replica.address)
             if seen:
                 backoff = BACKOFF_S[0]
+                self._lost.set()
             if seen or why != trouble:
                 log.warning("watch of router %s: %s", replica.address, why)
                 trouble = why
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(backoff * 2, BACKOFF_S[1])
+
+    def _heard(self, replica: Replica, fleet: Fleet) -> None:
+        self.seen = replica.watched = True
+        while self._left:
+            address = self._left.pop()
+            if address != replica.address:
+                fleet.forget(address)
 
     async def _watch_once(self, replica: Replica, fleet: Fleet) -> tuple[str, bool]:
         """One Watch call until it breaks; returns why, and whether it had delivered anything."""
@@ -201,9 +272,10 @@ class Routers:
                         message = await call.read()
                     if not isinstance(message, router_pb2.WatchResponse):
                         return "ended", seen
-                    seen = self.seen = True
+                    seen = True
                     replica.embedder = message.embedder
                     fleet.update(replica.address, message)
+                    self._heard(replica, fleet)
         except TimeoutError:
             metrics.counter(names.HEARTBEATS_MISSED).labels("router").inc()
             return f"silent for {self._silence_s:g} s", seen
@@ -214,6 +286,10 @@ class Routers:
         """Close the channels."""
         for replica in self._replicas:
             await replica.channel.close()
+
+
+def _is_name(target: str) -> bool:
+    return bool(host_of(target)) or target.startswith(("ipv4:", "ipv6:"))
 
 
 def _spoken(exc: grpc.aio.AioRpcError) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -20,12 +21,16 @@ from services.router.classes.feedback import Feedback
 from services.router.classes.pools import Classes
 from services.router.fleet import Fleet, Session
 from services.router.near.nearcache import NearCache
+from services.router.placement.pairs import decodes
 from services.router.routing import Routing
 from services.router.watch import WatchHub
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+# Workers try a router that is away every two seconds.
+QUIET_S = 3.0
+GATHER_LOOK_S = 0.1
 MAX_SEEN = 65536
 MAX_TEXTS = 256
 MAX_TEXT_CHARS = 64 * 1024
@@ -200,7 +205,25 @@ class RouterService:
 
     async def _ready(self) -> None:
         await self.cache.rebuilt()
+        await self.gathered(self._context.settings.fleet_wait_s)
         self._context.server.set_ready(True)
+
+    async def gathered(self, limit_s: float) -> None:
+        """Until workers have attached, one that generates among them, and no further ones come; at most `limit_s`.
+
+        Who is replaced by this router goes when it is ready: the others must not be left without one that knows them.
+        """
+        until = time.monotonic() + limit_s
+        known: set[str] = set()
+        quiet_since = time.monotonic()
+        while (now := time.monotonic()) < until:
+            ids = {worker.worker_id for worker in self.fleet.workers}
+            if ids - known:
+                known, quiet_since = ids, now
+            generating = any(worker.serving and decodes(worker.info) for worker in self.fleet.workers)
+            if generating and now - quiet_since >= QUIET_S:
+                return
+            await asyncio.sleep(min(GATHER_LOOK_S, until - now))
 
     async def _sweep(self) -> None:
         """Take out silent workers and old credit, and publish the gauges."""

@@ -90,6 +90,13 @@ class RouterSettings(ServiceSettings):
     worker_timeout_s: float = Field(
         default=3.0, gt=0, le=600, description="Seconds without a report after which a worker gets no more requests."
     )
+    fleet_wait_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=600,
+        description="Seconds at most that readiness waits after the start until workers have attached: a router that is"
+        " replaced then goes only when its successor knows them. 0 = it does not wait.",
+    )
     credit_ttl_s: float = Field(
         default=2.0, gt=0, le=60, description="Seconds a placement counts before a report shows it."
     )

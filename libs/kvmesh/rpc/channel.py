@@ -224,8 +224,10 @@ def open_inner_channel(
     *,
     default_timeout_s: float = DEFAULT_TIMEOUT_S,
     balance: bool = True,
+    name: str = "",
 ) -> MeshChannel:
-    """`open_channel` to another service of the mesh with this service's certificates, limits and mesh token."""
+    """`open_channel` to another service of the mesh with this service's certificates, limits and mesh token. `name`:
+    what its certificate bears where `address` is only what a name stood for."""
     return open_channel(
         address,
         tls=settings.tls.inner,
@@ -233,6 +235,6 @@ def open_inner_channel(
         default_timeout_s=default_timeout_s,
         max_message_bytes=settings.max_message_bytes,
         keepalive_s=settings.keepalive_s,
-        server_name=settings.tls.server_name or None,
+        server_name=settings.tls.server_name or name or None,
         balance=balance,
     )

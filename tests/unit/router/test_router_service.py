@@ -18,6 +18,7 @@ from kvmesh.rpc import from_rpc_error, open_channel
 from kvmesh.telemetry import metrics, names, tracing
 from router_harness import LIMIT_S, TOKEN, AttachedWorker, Router, running_router, until
 from router_helpers import chain, full_answer, kv_events, route_request, worker_info
+from services.router import service as service_module
 from services.router.placement.index import split
 
 SERVICE = "kvmesh.v1.Router"
@@ -344,3 +345,25 @@ async def test_an_unproved_hop_cannot_name_a_tenant(router: Router) -> None:
     async with attached(router, worker_info("a")):
         with raises(Unauthenticated):
             await router.route(route_request(), "acme")
+
+
+# --- a router that replaces another -------------------------------------------------------------------------------
+
+
+async def test_it_is_ready_when_the_workers_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "QUIET_S", 0.2)
+    async with running_router(fleet_wait_s=600) as router:
+        assert not router.server.ready
+        # One that only prefills is nobody who answers.
+        async with attached(router, worker_info("p", "prefill")):
+            await asyncio.sleep(0.4)
+            assert not router.server.ready
+            # Decisions are there to be had all the same.
+            async with attached(router, worker_info("d")):
+                assert decode_id(await router.route(route_request())) == "d"
+                await until(lambda: router.server.ready, "ready")
+
+
+async def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_router(fleet_wait_s=0.3) as router:
+        await until(lambda: router.server.ready, "ready")

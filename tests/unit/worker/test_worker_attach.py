@@ -13,12 +13,12 @@ from kvmesh.cli.ports import free_port
 from kvmesh.engine.worker import attach_events
 from kvmesh.engine.worker.attach import RouterLinks
 from kvmesh.engine.worker.attach_events import CacheMirror, Outbox
-from kvmesh.engine.worker.resolve import resolve
 from kvmesh.kv.hashing import block_hashes, request_seed
 from kvmesh.kv.prefix import CacheEvent
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.proto.v1 import router_pb2, router_pb2_grpc
 from kvmesh.rpc.limits import Deadline
+from kvmesh.rpc.resolve import resolve
 from worker_harness import Gateway, prompt, running, sampling, until
 
 

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from kvmesh.engine.worker.attach_events import CacheMirror, Outbox
-from kvmesh.engine.worker.resolve import resolve
 from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.kv.prefix import CacheEvent
 from kvmesh.proto.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from kvmesh.rpc.channel import MeshChannel, cancelling, raising
+from kvmesh.rpc.resolve import host_of, resolve
 from kvmesh.rpc.tasks import cancel_and_wait
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 RESOLVE_S = 5.0
 # A router answers with a heartbeat each second.
 SILENCE_S = 5.0
-MAX_BACKOFF_S = 5.0
+MAX_BACKOFF_S = 2.0
 
 
 class RouterLinks:
@@ -37,9 +37,10 @@ class RouterLinks:
         incarnation: int,
         info: Callable[[], engine_pb2.WorkerInfo],
         load: Callable[[], engine_pb2.WorkerLoad],
-        open_channel: Callable[[str], MeshChannel],
+        open_channel: Callable[[str, str], MeshChannel],
         interval_s: float,
     ) -> None:
+        """`open_channel` gets an address, and the name that it was found by, "" where there was none."""
         self._targets = list(targets)
         self._incarnation = incarnation
         self._addresses: dict[str, set[str]] = {}
@@ -103,6 +104,9 @@ class RouterLinks:
     def _known(self) -> set[str]:
         return set().union(*self._addresses.values())
 
+    def _name_of(self, address: str) -> str:
+        return next((host_of(target) for target, found in self._addresses.items() if address in found), "")
+
     async def close(self) -> None:
         """End all streams. Idempotent."""
         tasks = [task for task, _ in self._links.values()]
@@ -113,7 +117,7 @@ class RouterLinks:
         """One router: attach, and attach again with backoff."""
         backoff = 0.1
         while True:
-            channel = self._open(address)
+            channel = self._open(address, self._name_of(address))
             try:
                 outbox.restart()
                 if await self._attach(address, channel, outbox):

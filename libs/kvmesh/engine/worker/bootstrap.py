@@ -295,8 +295,8 @@ class Worker:
         self.service.tasks.spawn(end(), name="fatal")
         return tell
 
-    def _channel(self, address: str) -> MeshChannel:
-        return open_inner_channel(address, self.settings, self.service.auth.token)
+    def _channel(self, address: str, name: str = "") -> MeshChannel:
+        return open_inner_channel(address, self.settings, self.service.auth.token, name=name)
 
     def _from_thread(self, loop: asyncio.AbstractEventLoop, stalled: bool) -> None:
         with contextlib.suppress(RuntimeError):

@@ -1,8 +1,9 @@
-"""Addresses behind the router settings, resolved again from time to time: one stream goes to EVERY replica."""
+"""Addresses behind a name that stands for several replicas, each of which is spoken to by itself."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import socket
 
@@ -11,10 +12,23 @@ from kvmesh.config import split_host_port
 log = logging.getLogger(__name__)
 
 
+def host_of(target: str) -> str:
+    """The host name of a target, "" where there is none (numbers, paths): what a certificate of all that it stands for
+    bears."""
+    if target.partition(":")[0] in ("unix", "ipv4", "ipv6"):
+        return ""
+    host = split_host_port(target.removeprefix("dns:").lstrip("/").rpartition("/")[2])[0].strip("[]")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    return ""
+
+
 async def resolve(target: str, timeout_s: float = 5.0) -> set[str] | None:
     """Every "host:port" (or "unix:…") that a target stands for; None when its name cannot be resolved now."""
     scheme, _, rest = target.partition(":")
-    if scheme == "unix":
+    if scheme == "unix" or (scheme not in ("ipv4", "ipv6", "dns") and not host_of(target)):
         return {target}
     if scheme in ("ipv4", "ipv6"):
         return {part.strip() for part in rest.split(",") if part.strip()}

@@ -1,0 +1,86 @@
+"""A name of routers: every replica behind it is known, those that come are found, and those that leave cost nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway_world import World, kinds, text_of
+from services.gateway import routers as module
+
+NAME = "dns:///routers.test:50052"
+
+
+class Names:
+    """What the name stands for now."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: set[str] | None = None
+        monkeypatch.setattr(module, "resolve", self._resolve)
+        monkeypatch.setattr(module, "LOOK_UP_S", (0.01, 0.05))
+
+    async def _resolve(self, target: str) -> set[str] | None:
+        assert target == NAME
+        return set(self.found) if self.found is not None else None
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    return Names(monkeypatch)
+
+
+def watched(world: World) -> set[str]:
+    return {replica.address for replica in world.gateway.routers._replicas if replica.watched}
+
+
+async def test_all_routers_are_replaced_one_after_the_other(world: World, names: Names) -> None:
+    await world.worker(text="an answer")
+    old = [await world.router(), await world.router()]
+    names.found = {router.address for router in old}
+    await world.start(routers=[NAME])
+    await world.until(lambda: watched(world) == names.found)
+    for leaving in old:
+        coming = await world.router()
+        names.found = names.found | {coming.address}
+        await world.until(lambda: watched(world) == names.found)
+        names.found = names.found - {leaving.address}
+        # As long as it tells of the fleet, it is asked.
+        before = len(leaving.routes.items)
+        for _ in range(4):
+            assert text_of(await world.ask()) == "an answer"
+        assert len(leaving.routes.items) > before
+        await leaving.stop()
+        for _ in range(4):
+            events = await world.ask()
+            assert kinds(events)[-1] == "finished"
+            assert not events[-1].finished.served.degraded
+        await world.until(lambda: {each.address for each in world.gateway.routers._replicas} == names.found)
+    assert world.server.ready
+
+
+async def test_a_name_that_cannot_be_found_keeps_what_it_stood_for(world: World, names: Names) -> None:
+    await world.worker()
+    router = await world.router()
+    await world.start(routers=[NAME], ready=False)
+    assert not world.server.ready
+    names.found = {router.address}
+    await world.until(lambda: world.server.ready)
+    names.found = None
+    await router.stop()
+    await world.until(lambda: not watched(world))
+    events = await world.ask()
+    assert events[-1].finished.served.degraded
+    assert [each.address for each in world.gateway.routers._replicas] == [router.address]
+
+
+async def test_who_tells_nothing_of_the_fleet_is_asked_last(world: World) -> None:
+    await world.worker()
+    routers = [await world.router(), await world.router()]
+    await world.start()
+    await world.until(lambda: len(watched(world)) == 2)
+    silent = world.gateway.routers._replicas[0]
+    silent.watched = False
+    for _ in range(4):
+        await world.ask()
+    asked = {router.address: len(router.routes.items) for router in routers}
+    assert asked[silent.address] == 0
+    assert sum(asked.values()) == 4
