@@ -36,6 +36,7 @@ from services.gateway.placement import Placer
 from services.gateway.playground.pages import Playground
 from services.gateway.prepare import Preparer, Rules
 from services.gateway.processes.child import Child, Line
+from services.gateway.processes.runtime import TENANTS
 from services.gateway.queue import FairQueue
 from services.gateway.queue.shared import SharedCharges
 from services.gateway.registry import INSTANCE, Registry
@@ -43,6 +44,7 @@ from services.gateway.routers import Routers
 from services.gateway.service import InferenceServicer
 from services.gateway.shadow import Shadows, crowded
 from services.gateway.sink import RequestSettings
+from services.gateway.tally import Tallies, TenantNames
 from services.gateway.tokenizers import TokenizerStore
 
 log = logging.getLogger(__name__)
@@ -137,6 +139,11 @@ class Gateway:
             heals=self.heals,
             fleet=self.fleet,
             limiter=self.limits,
+            tallies=Tallies(
+                settings.slo_ttft_ms / 1e3,
+                settings.slo_tpot_ms / 1e3,
+                TenantNames(settings.metrics_tenants, child.runtime / TENANTS if child is not None else None),
+            ),
             flights=SharedGenerations(self.flights, settings.total_limit_s),
             shadows=Shadows(
                 placer=self.placer,
@@ -193,6 +200,8 @@ class Gateway:
             self.queue.offer(link)
 
     def _on_change(self) -> None:
+        for model in self.fleet.models():
+            self.front.tallies.serves(model.name)
         if self.fleet.ready and self.front.begun is not None:
             self.front.begun.set()
         if self.fleet.ready != self._said_ready:

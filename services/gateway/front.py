@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import grpc
@@ -31,6 +31,7 @@ from services.gateway.registry import Registry
 from services.gateway.request import ClientGone, Flights, Request, Shadows
 from services.gateway.routers import Routers
 from services.gateway.sink import RequestSettings
+from services.gateway.tally import Tallies, Tally
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ class Front:
     flights: Flights | None = None
     shadows: Shadows | None = None
     peers: Peers | None = None
+    tallies: Tallies = field(default_factory=Tallies)
     begun: asyncio.Event | None = None
     """Where it is given, requests wait for it before anything else."""
 
@@ -81,6 +83,24 @@ class Front:
         remaining_s: float | None = None,
     ) -> None:
         """Serve it to its end. `request_id`: the client's own or a fresh one. `remaining_s`: of the call's deadline."""
+        tally = self.tallies.begin(principal.tenant)
+        try:
+            await self._run(principal, request, caller, request_id, remaining_s, tally)
+        except KvmeshError as error:
+            tally.failed(error)
+            raise
+        finally:
+            tally.left()
+
+    async def _run(
+        self,
+        principal: Principal,
+        request: pb.GenerateRequest | pb.ChatRequest,
+        caller: Caller,
+        request_id: str,
+        remaining_s: float | None,
+        tally: Tally,
+    ) -> None:
         operation = "chat" if isinstance(request, pb.ChatRequest) else "text_completion"
         self.preparer.check(request, principal)
         limits = request_limits(request.limits, self.rules, remaining_s)
@@ -116,7 +136,7 @@ class Front:
                         await _in_time(limits, self.begun.wait())
                     job = await _in_time(limits, self.preparer.job(request, principal, request_id, limits))
                     span.set_attribute(names.GEN_AI_RESPONSE_MODEL, job.served)
-                    observer = Observer(span, operation, job.served, running.started)
+                    observer = Observer(span, operation, job.served, running.started, tally)
                     hold = await _in_time(limits, self.limiter.take(principal, job, running.stop))
                     try:
                         caller.admitted(hold.state)

@@ -183,6 +183,15 @@ class GatewaySettings(ServiceSettings):
         default=True,
         description="Refuse at once a request that cannot get its first token in time at the measured rate.",
     )
+    slo_ttft_ms: float = Field(
+        default=2000.0, gt=0, le=3_600_000, description="Milliseconds to the first token of a good request."
+    )
+    slo_tpot_ms: float = Field(
+        default=100.0, gt=0, le=60_000, description="Milliseconds a token after it of a good request."
+    )
+    metrics_tenants: int = Field(
+        default=100, ge=0, le=10_000, description='Tenants that have metrics of their own; the others are "other".'
+    )
     grammar_timeout_ms: int = Field(
         default=200, ge=1, le=60_000, description="Milliseconds that a request's grammar gets to compile."
     )

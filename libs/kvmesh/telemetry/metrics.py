@@ -5,8 +5,9 @@ A second service in the same process (tests do that) shares the metric instead o
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -73,6 +74,15 @@ def histogram(metric: names.Metric) -> Histogram:
     made = _make(metric)
     assert isinstance(made, Histogram), metric.name
     return made
+
+
+def at_zero(metric: names.Metric, *labels: str | Sequence[str]) -> None:
+    """Begin the series of a metric at 0: `rate` sees the first event of a series only where it was there before.
+
+    A sequence stands for each of its values.
+    """
+    for values in itertools.product(*([each] if isinstance(each, str) else each for each in labels)):
+        _make(metric).labels(*values)
 
 
 def value(metric: names.Metric, **labels: str) -> float:

@@ -126,7 +126,7 @@ SLO_REQUESTS = _counter(
     "model_name",
     "outcome",
 )
-TENANT_REQUESTS = _counter("tenant_requests_total", "Requests that ended: ok, failed, cancelled.", "tenant", "outcome")
+TENANT_REQUESTS = _counter("tenant_requests_total", "Requests: ok, failed, refused, cancelled.", "tenant", "outcome")
 TENANT_TOKENS = _counter("tenant_tokens_total", "Tokens by kind: prompt, completion, cached.", "tenant", "kind")
 TENANT_TTFT = _histogram(
     "tenant_time_to_first_token_seconds", "Arrival to the first token at the client.", TTFT_BUCKETS, "tenant"

@@ -1,4 +1,5 @@
-"""The folder that the processes of one gateway share: sockets, a secret, ready files, counters. Only we enter it."""
+"""The folder that the processes of one gateway share: sockets, a secret, ready files, counters,
+names of tenants. Only we enter it."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from services.gateway.processes.child import TOKEN_FILE
 
 PREFIX = "kvmesh-gateway-"
 METRICS = "metrics"
+TENANTS = "tenants"
 _PID = "pid"
 
 

@@ -20,7 +20,7 @@ import itertools
 import math
 import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from kvmesh.errors import Overloaded
@@ -63,6 +63,7 @@ class FairQueue:
         self._charges: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
         self._numbers = itertools.count()
         self._waiting = 0
+        self._tokens: Counter[str] = Counter()
         self.busy = asyncio.Event()
         """Set while anybody waits."""
 
@@ -129,7 +130,7 @@ class FairQueue:
         self._paces[model].begin(self._clock())
         if estimate is not None:
             metrics.gauge(names.GATEWAY_QUEUE_DELAY).labels(model).set(estimate)
-        self._count(1)
+        self._count(ticket, 1)
         return ticket
 
     def reenter(self, ticket: Ticket) -> None:
@@ -143,7 +144,7 @@ class FairQueue:
         self._paces[ticket.model].begin(now)
         self._paces[ticket.model].released(-ticket.cost, now)
         self._charge(ticket, -ticket.cost)
-        self._count(1)
+        self._count(ticket, 1)
 
     def settle(self, ticket: Ticket) -> None:
         """The submit that followed a turn has ended, one way or another. Idempotent."""
@@ -176,7 +177,7 @@ class FairQueue:
             queue.release(ticket)
             self._paces[ticket.model].released(ticket.cost, self._clock())
             self._charge(ticket, ticket.cost)
-            self._count(-1)
+            self._count(ticket, -1)
             pages -= need
             link.seats.promised += 1
             ticket.promised = link
@@ -246,7 +247,7 @@ class FairQueue:
         queue = self._queues.get(ticket.model)
         if queue is not None and ticket.lined_up:
             queue.holder(ticket).take(ticket)
-            self._count(-1)
+            self._count(ticket, -1)
 
     def _tidy(self, model: str) -> None:
         """Forget a queue that nobody is in: its virtual time has no meaning then."""
@@ -256,8 +257,11 @@ class FairQueue:
             self._paces[model].end(self._clock())
             metrics.gauge(names.GATEWAY_QUEUE_DELAY).labels(model).set(0.0)
 
-    def _count(self, change: int) -> None:
+    def _count(self, ticket: Ticket, change: int) -> None:
         self._waiting += change
+        model = ticket.model
+        self._tokens[model] += change * ticket.tokens
+        metrics.gauge(names.GATEWAY_WAITING_TOKENS).labels(model).set(self._tokens[model])
         metrics.gauge(names.GATEWAY_WAITING).set(self._waiting)
         if self._waiting:
             self.busy.set()
