@@ -156,15 +156,25 @@ class SidecarClient:
         self._frames = FrameSocket(
             sock, on_frame=self._on_frame, on_closed=self._on_closed, max_frame=MAX_HELLO_BYTES, max_fds=MAX_PASSED_FDS
         )
+        own: list[int] = []
+
+        def on_welcome(message: pb.SidecarMessage) -> None:
+            # At once: the next message may have a descriptor too.
+            if message.hello.pidfd and self._frames is not None:
+                own.append(_checked(self._frames.take_fds(1)[0]))
+
         pidfd = open_pidfd()
         try:
             fds = [pidfd, doorbell.fd, ring.fd, self._eventfd, *region_fds(regions, names)]
-            answer = await self._call(pb.EngineMessage(hello=hello), fds, limit_s=timeout_s)
+            answer = await self._call(pb.EngineMessage(hello=hello), fds, limit_s=timeout_s, on_answer=on_welcome)
+        except BaseException:
+            close_fds(own)
+            raise
         finally:
             os.close(pidfd)
         # A transfer that is handed to a poster has page lists as long as those that were sent.
         self._frames.restrict(max_fds=MAX_PASSED_FDS)
-        self._sidecar = self._writers.sidecar_joined(_peer_pidfd(sock), os.fspath(path))
+        self._sidecar = self._writers.sidecar_joined(own.pop() if own else _peer_pidfd(sock), os.fspath(path))
         wanted = {(name, rank) for name in names for rank in range(self.layout.tp)}
         if answer.WhichOneof("body") != "hello" or {(r.group, r.rank) for r in answer.hello.regions} != wanted:
             raise DataLoss("the sidecar answered the hello with something else")
@@ -525,12 +535,7 @@ class SidecarClient:
     def _writer_joined(self, link_id: int) -> None:
         assert self._frames is not None
         (pidfd,) = self._frames.take_fds(1)
-        try:
-            check_pidfd(pidfd)
-        except InvalidArgument:
-            close_fds([pidfd])
-            raise
-        self._writers.joined(link_id, pidfd)
+        self._writers.joined(link_id, _checked(pidfd))
 
 
 def _resolve(future: asyncio.Future[None]) -> None:
@@ -548,8 +553,19 @@ def _reject(future: asyncio.Future[int], reason: str) -> None:
         future.set_exception(TransferFailed(reason))
 
 
+def _checked(pidfd: int) -> int:
+    """The same. Raises InvalidArgument, and closes it, where it is none."""
+    try:
+        check_pidfd(pidfd)
+    except InvalidArgument:
+        close_fds([pidfd])
+        raise
+    return pidfd
+
+
 def _peer_pidfd(sock: socket.socket) -> int:
-    """A pidfd of the process that listens there. Raises NotFound where it is gone or out of sight."""
+    """A pidfd of the process that listens there, of a sidecar that passes none. Raises NotFound where it is gone or out
+    of sight."""
     try:
         # Also across PID namespaces.
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from kvmesh.errors import Cancelled, DeadlineExceeded, FailedPrecondition, KvmeshError, Unavailable
+from kvmesh.errors import Cancelled, DeadlineExceeded, FailedPrecondition, KvmeshError, NotFound, Unavailable
 from kvmesh.kv.fds import close_fds
+from kvmesh.kv.pidfd import open_pidfd
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer import client as client_module
@@ -21,6 +23,7 @@ from kvmesh.transfer.link import SidecarLink
 from kvmesh.transfer.orphans import Writers
 from kvmesh.transfer.posting import Poster
 from kvmesh.transfer.wire import MAX_HELLO_BYTES, FrameSocket
+from test_orphans import sleeper
 from test_sends import LAYOUT
 
 
@@ -34,6 +37,8 @@ class Sidecar:
         self.server.listen()
         self.server.setblocking(False)
         self.frames: list[FrameSocket] = []
+        # Descriptors that come along with its hello.
+        self.passes: list[int] = []
         self.asked: asyncio.Queue[pb.EngineMessage] = asyncio.Queue()
         asyncio.get_running_loop().add_reader(self.server, self._accept)
 
@@ -47,7 +52,8 @@ class Sidecar:
         if message.WhichOneof("body") == "hello":
             close_fds(frames.take_fds(4 + len(message.hello.regions)))
             hello = pb.SidecarHello(sidecar_id="s", incarnation=1, control_address="h:1", regions=message.hello.regions)
-            frames.send(pb.SidecarMessage(call_id=message.call_id, hello=hello))
+            hello.pidfd = bool(self.passes)
+            frames.send(pb.SidecarMessage(call_id=message.call_id, hello=hello), self.passes)
         else:
             self.asked.put_nowait(message)
 
@@ -138,6 +144,36 @@ async def test_a_start_on_a_lost_connection_fails_when_the_sidecar_has_let_go(ri
     with pytest.raises(Unavailable, match="the sidecar is lost"):
         async with asyncio.timeout(60):
             await start
+
+
+async def test_a_sidecar_out_of_sight_passes_its_own_pidfd(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another PID namespace, under a kernel before 6.5, nothing else names its process."""
+
+    def unseen(_: socket.socket) -> int:
+        raise NotFound("out of sight")
+
+    monkeypatch.setattr(client_module, "_peer_pidfd", unseen)
+    with pytest.raises(NotFound):
+        await rig.connect()
+    process = sleeper()
+    pidfd = open_pidfd(process.pid)
+    rig.sidecar.passes = [pidfd]
+    client = await rig.connect()
+    gone = asyncio.Event()
+    rig.writers.when_gone(gone.set, only=client._sidecar)
+    await turns()
+    assert not gone.is_set()
+    process.kill()
+    async with asyncio.timeout(60):
+        await gone.wait()
+    process.wait()
+    os.close(pidfd)
+
+
+async def test_a_welcome_with_another_descriptor_is_refused(rig: Rig) -> None:
+    rig.sidecar.passes = [rig.ring.fd]
+    with pytest.raises(KvmeshError, match="no pidfd"):
+        await rig.connect()
 
 
 async def test_a_cancelled_start_cancels_what_is_accepted_later(rig: Rig) -> None:

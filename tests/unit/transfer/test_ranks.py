@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvmesh.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, KvmeshError, Overloaded, Unavailable
-from kvmesh.kv.fds import send_with_fds
-from kvmesh.kv.pidfd import open_pidfd
+from kvmesh.kv.fds import close_fds, send_with_fds
+from kvmesh.kv.pidfd import check_pidfd, open_pidfd
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.transfer.descriptor import layout_to_proto
@@ -506,7 +506,7 @@ async def test_a_rank_whose_memory_the_leader_brings_is_refused(sidecar: Sidecar
             sock,
             pb.EngineMessage(call_id=1, hello=hello),
             [pidfd, engine.doorbell.fd, engine.ring.fd, eventfd, *memory],
-            max_fds=0,
+            max_fds=1,
             timeout_s=WAIT_S,
         )
     )
@@ -515,8 +515,12 @@ async def test_a_rank_whose_memory_the_leader_brings_is_refused(sidecar: Sidecar
     assert not leader.done()
     await engine.join(2)
     async with asyncio.timeout(WAIT_S):
-        body, _ = await leader
-    assert len(pb.SidecarMessage.FromString(body).hello.regions) == 6
+        body, passed = await leader
+    welcome = pb.SidecarMessage.FromString(body).hello
+    assert len(welcome.regions) == 6
+    assert welcome.pidfd
+    check_pidfd(passed[0])
+    close_fds(passed)
     sock.close()
     os.close(pidfd)
     os.close(eventfd)

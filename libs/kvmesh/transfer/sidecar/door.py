@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from kvmesh.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, KvmeshError, Unavailable
 from kvmesh.kv.fds import close_fds
-from kvmesh.kv.pidfd import Life, check_pidfd
+from kvmesh.kv.pidfd import Life, check_pidfd, open_pidfd
 from kvmesh.kv.region import Region
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import BackgroundTasks
@@ -407,22 +407,23 @@ class EngineServer:
 
     def _welcome(self, visitor: Visitor, message: pb.EngineMessage, memory: EngineMemory) -> None:
         options = self._sidecar.options
-        visitor.frames.send(
-            pb.SidecarMessage(
-                call_id=message.call_id,
-                hello=pb.SidecarHello(
-                    sidecar_id=options.sidecar_id,
-                    incarnation=self._sidecar.incarnation,
-                    control_address=self._sidecar.control_address,
-                    region_keys=[info.key for info in memory.infos[: len(message.hello.regions)]],
-                    heartbeat_s=options.heartbeat_s,
-                    lease_s=options.lease_s,
-                    transports=[name for name, t in self._sidecar.transports.items() if t.ready[0]],
-                    regions=memory.infos,
-                    dmabufs=True,
-                ),
-            )
+        hello = pb.SidecarHello(
+            sidecar_id=options.sidecar_id,
+            incarnation=self._sidecar.incarnation,
+            control_address=self._sidecar.control_address,
+            region_keys=[info.key for info in memory.infos[: len(message.hello.regions)]],
+            heartbeat_s=options.heartbeat_s,
+            lease_s=options.lease_s,
+            transports=[name for name, t in self._sidecar.transports.items() if t.ready[0]],
+            regions=memory.infos,
+            dmabufs=True,
+            pidfd=True,
         )
+        pidfd = open_pidfd()
+        try:
+            visitor.frames.send(pb.SidecarMessage(call_id=message.call_id, hello=hello), [pidfd])
+        finally:
+            os.close(pidfd)
         layout = memory.layout
         log.info("engine %s is registered (%d ranks, %d pages)", memory.engine_id, layout.tp, layout.num_pages)
 
