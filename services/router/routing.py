@@ -24,6 +24,7 @@ from services.router.classes.pools import Classes
 from services.router.decisions import Decision, Decisions
 from services.router.explain import Trace, Traces
 from services.router.fleet import MAX_ID_BYTES, MAX_NAME_BYTES, Family, Fleet
+from services.router.gauges import FleetGauges
 from services.router.judge import head, judge
 from services.router.judge.evidence import closeness
 from services.router.placement.ask import Ask, Rules
@@ -71,6 +72,7 @@ class Routing:
         self._serving: tuple[int, frozenset[Family]] = (-1, frozenset())
         self._background: set[asyncio.Task[None]] = set()
         self.placer = Placer(fleet, Rules.of(settings), clock=clock, rng=rng)
+        self.gauges = FleetGauges(fleet, self.placer.breakers)
         self.decisions = Decisions(clock)
         self.traces = Traces()
         self.shadows = Shadows(settings.shadow_rate, settings.shadow_per_minute, clock=clock, rng=rng)
@@ -222,6 +224,7 @@ class Routing:
         pairs = survey.pairs
         placed = pairs[0].decode.family
         self.placer.take(request.request_id, pairs[0], survey.ask)
+        self.gauges.placed(pairs[0])
         keep = (plan.mode > Mode.OFF and plan.write) or flight is not None
         decision = Decision(tenant, placed.model, placed.revision, plan, flight) if keep else None
         trace.done("placement", placed.model, placed.revision)

@@ -231,8 +231,7 @@ class RouterService:
         while True:
             self.fleet.expire()
             self.routing.placer.sweep()
-            for role, count in self.fleet.count_by_role().items():
-                metrics.gauge(names.ROUTER_WORKERS).labels(role).set(count)
+            self.routing.gauges.publish()
             if self.cache.near is not None:
                 metrics.gauge(names.CACHE_ENTRIES).labels("semantic").set(self.cache.near.entries)
             await asyncio.sleep(interval)

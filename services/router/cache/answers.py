@@ -142,6 +142,8 @@ class AnswerCache:
         if count:
             metrics.counter(names.CACHE_LOOKUPS).labels("exact", outcome.kind).inc()
             if outcome.kind == "hit":
+                if outcome.answer is not None:
+                    metrics.histogram(names.CACHE_HIT_AGE).labels("exact").observe(outcome.answer.age_s)
                 self.lookups["exact"] += 1
                 self._counts(plan).hits += 1
             elif outcome.kind == "follow":
@@ -220,6 +222,7 @@ class AnswerCache:
         if count:
             metrics.counter(names.CACHE_LOOKUPS).labels("semantic", result).inc()
             if answer is not None:
+                metrics.histogram(names.CACHE_HIT_AGE).labels("semantic").observe(answer.age_s)
                 self.lookups["semantic"] += 1
                 self._counts(plan).hits += 1
             for candidate in candidates:

@@ -74,8 +74,10 @@ async def test_an_answer_is_remembered_exactly(valkey: Valkey) -> None:
         assert kind(await router.route(route_request(model="auto"))) == "placement", "an alias may stand for another"
         status = router.service.cache.status()
         assert (status.redis_ok, status.exact_hits, status.misses) == (True, 1, 2)
+    ages = metrics.value(names.CACHE_HIT_AGE, cache="exact")
     async with serving(valkey, cache="exact") as another:
         assert kind(await another.route(route_request())) == "exact", "another replica, or the same restarted"
+    assert metrics.value(names.CACHE_HIT_AGE, cache="exact") == ages + 1
 
 
 async def test_order_is_exact_then_semantic(valkey: Valkey) -> None:
