@@ -18,7 +18,7 @@ PYTEST_FLAGS ?=
 VLLM_PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run env dev-env test lint types protos protos-check unit integration soak bench rdma test-rdma test-chart vm-if-possible clean
+.PHONY: help run env dev-env test lint types protos protos-check unit integration soak bench rdma test-rdma test-chart test-telemetry vm-if-possible clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -88,6 +88,9 @@ CHART_TOOLS := $(VENV)/chart-tools
 test-chart: dev-env ## the Helm chart: lint, render, validate, package (Linux on x86_64)
 	@$(BIN)/python tools/chart_tools.py $(CHART_TOOLS) || { status=$$?; [ $$status = 77 ] && exit 0; exit $$status; }
 	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_FLAGS) tests/chart
+
+test-telemetry: dev-env ## dashboards, rules and traces on a mesh under load (Prometheus; Debian installs it as root)
+	@PYTEST_ADDOPTS="$(PYTEST_FLAGS)" tests/telemetry/run.sh $(BIN)/python
 
 # Exit status 77 means "cannot run here", with the reason printed: no failure of `make test`.
 vm-if-possible: dev-env

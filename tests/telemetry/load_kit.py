@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from kvmesh.cli.main import app
 from kvmesh.client import Client, Retry
 from kvmesh.errors import KvmeshError
 from mesh_kit import PATIENT, SCRIPTED, Mesh, mesh_up
+
+Part = Callable[[], Awaitable[None]]
 
 TENANTS = ("acme", "batch", "tiny")
 POLICIES = """
@@ -43,6 +45,8 @@ SETTINGS = {
     "router.semantic_threshold": "0.85",
     "router.shadow_rate": "0.01",
     "router.shadow_per_minute": "600",
+    # What runs in production; `kvmesh up` keeps every trace.
+    **{f"{service}.trace_sample_ratio": "0.05" for service in ("gateway", "router", "prefill", "decode", "kvtransfer")},
     "gateway.heartbeats_missed": "30",
     "gateway.heal_wait_s": "60",
 }
@@ -101,7 +105,7 @@ async def loaded_mesh(folder: Path, otlp_endpoint: str = "") -> AsyncIterator[Lo
 
 
 class Load:
-    """Runs every part of the load over and over. What a part could not do is counted by its name in `failed`."""
+    """Runs every part of the load, each over and over. `errors`: what a part could not do last."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
@@ -110,32 +114,51 @@ class Load:
         self.rounds: dict[str, int] = {}
         self.errors: dict[str, str] = {}
 
+    def __repr__(self) -> str:
+        return f"rounds {self.rounds}, errors {self.errors}"
+
+    async def once(self) -> None:
+        """Every part, one after the other."""
+        async with self._parts() as parts:
+            for name, part in parts.items():
+                await self._try(name, part)
+
     async def run(self) -> None:
-        """Until cancelled."""
+        """All parts at the same time, until cancelled."""
+        async with self._parts() as parts, asyncio.TaskGroup() as group:
+            for name, part in parts.items():
+                group.create_task(self._repeat(name, part))
+
+    @contextlib.asynccontextmanager
+    async def _parts(self) -> AsyncIterator[dict[str, Part]]:
         async with contextlib.AsyncExitStack() as stack:
-            clients = {
-                tenant: await stack.enter_async_context(self._loaded.client(tenant)) for tenant in self._loaded.keys
-            }
+            acme, batch, tiny = [
+                await stack.enter_async_context(self._loaded.client(tenant)) for tenant in self._loaded.keys
+            ]
             http = await stack.enter_async_context(
                 httpx.AsyncClient(base_url=self._mesh.state.http, trust_env=False, timeout=60)
             )
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._repeat("prompts", self._prompts, clients["acme"], clients["batch"]))
-                group.create_task(self._repeat("similar", self._similar, clients["acme"]))
-                group.create_task(self._repeat("flight", self._flight, clients["acme"]))
-                group.create_task(self._repeat("http", self._http, http))
-                group.create_task(self._repeat("abort", self._abort, clients["batch"]))
-                group.create_task(self._repeat("refused", self._refused, clients["tiny"]))
-                group.create_task(self._repeat("stranger", self._stranger))
+            yield {
+                "prompts": lambda: self._prompts(acme, batch),
+                "similar": lambda: self._similar(acme),
+                "flight": lambda: self._flight(acme),
+                "http": lambda: self._http(http),
+                "abort": lambda: self._abort(batch),
+                "refused": lambda: self._refused(tiny),
+                "stranger": self._stranger,
+            }
 
-    async def _repeat(self, name: str, part: Any, *clients: Any) -> None:
+    async def _repeat(self, name: str, part: Part) -> None:
         while True:
-            try:
-                await part(*clients)
-                self.rounds[name] = self.rounds.get(name, 0) + 1
-            except (KvmeshError, httpx.HTTPError) as error:
-                self.errors[name] = repr(error)
-            await asyncio.sleep(0.1)
+            await self._try(name, part)
+            await asyncio.sleep(0.2)
+
+    async def _try(self, name: str, part: Part) -> None:
+        try:
+            await part()
+            self.rounds[name] = self.rounds.get(name, 0) + 1
+        except (KvmeshError, httpx.HTTPError) as error:
+            self.errors[name] = repr(error)
 
     async def _ask(self, client: Client, text: str, **fields: Any) -> str:
         fields = {"max_tokens": 48, "temperature": 0.0, "seed": 7, **fields}
@@ -146,9 +169,9 @@ class Load:
         number = next(self._numbers)
         shared = "a long beginning that many prompts share, so that prefixes are found again. " * 3
         async with asyncio.TaskGroup() as group:
-            for index in range(8):
+            for index in range(16):
                 for client in (acme, batch):
-                    text = f"{shared} {number} {index} " + "word " * (10 * index)
+                    text = f"{shared} {number} {index} " + "word " * (6 * index)
                     group.create_task(self._ask(client, text, cache="off", max_tokens=24 + index))
 
     async def _similar(self, acme: Client) -> None:

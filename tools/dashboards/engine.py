@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tools.dashboards.grafana import TOKENS_S, Board, Row, series, stat
-from tools.dashboards.promql import DECODE as ALL_DECODE
 from tools.dashboards.promql import ALL, GATEWAY, Source, quantiles, share
+from tools.dashboards.promql import DECODE as ALL_DECODE
 
 SIDECAR = Source("kvmesh-kvtransfer", chosen=True)
 ENGINES = "kvmesh-(prefill|decode)"

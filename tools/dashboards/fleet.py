@@ -170,7 +170,7 @@ FLEET = Board(
             "Finished, by reason",
             "reqps",
             (GATEWAY.rate("request_success_total", by="finished_reason"), "{{finished_reason}}"),
-            help="stop, length, tool_calls, …",
+            help="stop, length, tool_calls: as answers say it.",
             stacked=True,
         ),
         series(
@@ -206,7 +206,7 @@ FLEET = Board(
             "Identical requests",
             "ops",
             (GATEWAY.rate("gateway_flights_total", by="role"), "{{role}}"),
-            help="What gateways did in shared generations: lead, follow, takeover after the leader was lost, …",
+            help="What gateways did in shared generations: lead, follow, takeover after the leader was lost.",
         ),
         Row("Processes"),
         series(

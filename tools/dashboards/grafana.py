@@ -109,7 +109,8 @@ def _variables(board: Board) -> Iterator[dict[str, Any]]:
     yield {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "refresh": 1}
     # A mesh outside Kubernetes has no namespace: `.*` is every series, with the label or without.
     yield _choice("namespace", "Namespace", "label_values(kvmesh:ready, namespace)")
-    yield _choice("model", "Model", "label_values(kvmesh:e2e_request_latency_seconds_count, model_name)")
+    if any("$model" in query for panel in board.panels if isinstance(panel, Panel) for query, _ in panel.queries):
+        yield _choice("model", "Model", "label_values(kvmesh:e2e_request_latency_seconds_count, model_name)")
     if board.instances:
         yield _choice("instance", "Instance", f'label_values(kvmesh:ready{{job=~"{board.instances}"}}, instance)')
     if board.tenants:

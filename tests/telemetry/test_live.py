@@ -1,0 +1,173 @@
+"""A mesh under load, scraped by a real Prometheus and traced through a real collector: every query of every dashboard,
+rule and autoscaler has an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from kvmesh.telemetry import tracing
+from load_kit import Load, Loaded, kill_and_heal, loaded_mesh
+from mesh_kit import until
+from otlp_kit import Receiver, Seen, collector, orphans
+from prometheus_kit import Prometheus, prometheus
+from queries import Query, alerts, autoscaling, panels, recorded, selectors, variables
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SERVICES = {"gateway", "router", "decode", "prefill", "kvtransfer"}
+PATIENCE_S = 60.0
+
+# What has no series in this mesh, each with its reason. Keys are parts of a query's place.
+EMPTY = {
+    "kvmesh-router / Classes": "classes are off by default",
+}
+
+
+@dataclass
+class Live:
+    """What runs while the tests ask."""
+
+    loaded: Loaded
+    prometheus: Prometheus
+    receiver: Receiver
+    load: Load
+    heals: list[int] = field(default_factory=list)
+
+    async def answered(self, queries: Iterable[Query], told: bool = True) -> None:
+        """Until every query has an answer (with `told`: a number that is not NaN); those without are named."""
+        left = [query for query in queries if not any(query.where.startswith(key) for key in EMPTY)]
+        assert left
+
+        async def none_left() -> bool:
+            self.prometheus.follow(self.loaded.targets())
+            nonlocal left
+            answers = [await self.prometheus.query(query.expression) for query in left]
+            left = [
+                query
+                for query, samples in zip(left, answers, strict=True)
+                if not any(sample.told or not told for sample in samples)
+            ]
+            return not left
+
+        try:
+            await until(none_left, "every query answered", timeout_s=PATIENCE_S, every_s=0.5)
+        except AssertionError as error:
+            named = "\n".join(f"  {query.where}\n    {query.expression}" for query in left)
+            raise AssertionError(f"{error}\nwithout an answer:\n{named}\nload: {self.load}") from None
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def live(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
+    folder: Path = tmp_path_factory.mktemp("live")
+    async with contextlib.AsyncExitStack() as stack:
+        receiver, endpoint = await stack.enter_async_context(collector(folder))
+        server, loaded = await asyncio.gather(
+            stack.enter_async_context(prometheus(folder)), stack.enter_async_context(loaded_mesh(folder, endpoint))
+        )
+        made = Live(loaded, server, receiver, Load(loaded))
+        server.follow(loaded.targets())
+        await until(lambda: server.value('count(up{job=~"kvmesh-.*"} == 1) >= 7'), "every process scraped", every_s=0.2)
+        # Traces that this process begins are sampled whole; those of the load 5 in 100.
+        tracing.setup("client", otlp_endpoint=endpoint)
+        try:
+            await made.load.once()
+            made.heals = await kill_and_heal(loaded)
+        finally:
+            await asyncio.to_thread(tracing.shutdown, 30.0)
+        task = asyncio.create_task(made.load.run())
+        try:
+            yield made
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+async def test_every_panel_of_every_dashboard_shows_something(live: Live) -> None:
+    await live.answered(panels())
+
+
+async def test_every_variable_has_values(live: Live) -> None:
+    await live.answered(variables())
+
+
+async def test_rules_evaluate_and_recorded_series_are_there(live: Live) -> None:
+    await live.answered(recorded())
+    for group in (await live.prometheus.get("rules"))["groups"]:
+        for rule in group["rules"]:
+            assert rule["health"] == "ok", f"{rule['name']}: {rule.get('lastError')}"
+
+
+async def test_alerts_look_at_series_that_are_there(live: Live) -> None:
+    await live.answered(selectors())
+    for alert in alerts():
+        await live.prometheus.query(alert.expression)
+
+
+async def test_autoscalers_get_an_answer(live: Live) -> None:
+    await live.answered(autoscaling())
+
+
+async def test_a_killed_worker_raises_the_alert(live: Live) -> None:
+    assert any(live.heals)
+    firing = 'ALERTS{alertname="KvmeshWorkerLost",alertstate="firing"}'
+    await until(lambda: live.prometheus.value(firing), "the alert of a lost worker", timeout_s=PATIENCE_S)
+    assert not await live.prometheus.query('ALERTS{alertname="KvmeshHealsFail",alertstate="firing"}')
+
+
+async def eventually(find: Callable[[], Any], what: str, live: Live) -> Any:
+    """What `find` finds, once spans have come; each process sends in batches, so a span may come before its parent."""
+    try:
+        return await until(find, what, timeout_s=PATIENCE_S, every_s=0.2)
+    except AssertionError as error:
+        spans = Counter((span.service, span.name, len(span.links)) for span in live.receiver.all())
+        raise AssertionError(f"{error}; spans by service, name and links: {spans}") from None
+
+
+async def test_one_trace_has_spans_of_every_service_and_no_orphan(live: Live) -> None:
+    def whole() -> list[Seen]:
+        return next(
+            (
+                spans
+                for spans in live.receiver.traces.values()
+                if {span.service for span in spans} >= SERVICES | {"client"} and not orphans(spans)
+            ),
+            [],
+        )
+
+    spans = await eventually(whole, "a trace of every service", live)
+    assert [span.service for span in spans if not span.parent] == ["client"]
+
+
+async def test_a_heal_and_a_shared_generation_are_linked(live: Live) -> None:
+    def linked(kind: str) -> tuple[Seen, Seen] | None:
+        by_id = {(span.trace, span.id): span for span in live.receiver.all()}
+        for span in by_id.values():
+            for trace, other, attributes in span.links:
+                if kind in attributes.values() and (trace, other) in by_id:
+                    return span, by_id[trace, other]
+        return None
+
+    again, before = await eventually(lambda: linked("replaces"), "an attempt that replaces another", live)
+    assert again.name == before.name == "gateway.attempt"
+    assert again.trace == before.trace
+    follower, leader = await eventually(lambda: linked("leader"), "a follower's leader", live)
+    assert follower.name == "gateway.follow"
+    assert leader.service == "gateway"
+    assert follower.trace != leader.trace
+
+
+async def test_metrics_are_scraped_by_the_names_that_they_have(live: Live) -> None:
+    names = await live.prometheus.get("label/__name__/values")
+    assert any(re.match("kvmesh:", name) for name in names)
+    assert not [name for name in names if name.startswith("kvmesh_")]
