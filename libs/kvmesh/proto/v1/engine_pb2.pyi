@@ -924,12 +924,17 @@ class RunDone(_message.Message):
     COMPUTE_MS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    COMPUTED_MS_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
     """Bytes written into decode's pages."""
     queue_ms: _builtins.float
     compute_ms: _builtins.float
     transport: _builtins.str
     chunks: _builtins.int
+    computed_ms: _builtins.float
+    """From RunAccepted until the last layer was computed, on prefill's clock. What decode waited longer than that for
+    the pages is the transfer's exposed tail.
+    """
     def __init__(
         self,
         *,
@@ -938,10 +943,11 @@ class RunDone(_message.Message):
         compute_ms: _builtins.float = ...,
         transport: _builtins.str = ...,
         chunks: _builtins.int = ...,
+        computed_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "chunks", b"chunks", "compute_ms", b"compute_ms", "queue_ms", b"queue_ms", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "chunks", b"chunks", "compute_ms", b"compute_ms", "computed_ms", b"computed_ms", "queue_ms", b"queue_ms", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -407,11 +407,14 @@ class FlightOpened(_message.Message):
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     revision: _builtins.str
     tokenizer_fingerprint: _builtins.str
     seed: _builtins.int
     prompt_tokens: _builtins.int
+    traceparent: _builtins.str
+    """W3C trace context of the request that leads: followers' traces link to it. Empty: it is not traced."""
     def __init__(
         self,
         *,
@@ -420,10 +423,11 @@ class FlightOpened(_message.Message):
         tokenizer_fingerprint: _builtins.str = ...,
         seed: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "revision", b"revision", "seed", b"seed", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "revision", b"revision", "seed", b"seed", "tokenizer_fingerprint", b"tokenizer_fingerprint", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
