@@ -192,7 +192,7 @@ def bad_hello(change: str, engine: Engine) -> pb.PeerHello:
     ("change", "error", "text"),
     [
         ("protocol", FailedPrecondition, "peer protocol 99"),
-        ("engine", NotFound, "'nobody'"),
+        ("engine", FailedPrecondition, "'nobody'"),
         ("incarnation", NotFound, "life 77"),
         ("sidecar", NotFound, "successor"),
         ("layout", InvalidArgument, "layouts do not match"),
