@@ -49,7 +49,7 @@ class KvTransferService:
         self._context.ready_info["transports"] = list(self._sidecar.transports)
 
     async def drain(self, deadline: Deadline) -> None:
-        """Let transfers end, then tell peers and engine."""
+        """Let an engine that leaves too leave first, or transfers end; then tell peers and engine."""
         await self._sidecar.drain(deadline)
         await self._sidecar.close()
 
@@ -116,7 +116,8 @@ async def build(context: ServiceContext[KvTransferSettings]) -> KvTransferServic
         kvtransfer_pb2_grpc.add_KvTransferServicer_to_server,
         KvTransferServicer(sidecar),
         access=Access.INNER,
-        while_draining=("GetStatus",),
+        # Links are refused by the sidecar itself, once it has no engine to serve any more.
+        while_draining=("GetStatus", "Peer"),
         long_lived=("Peer",),
     )
     return KvTransferService(context, sidecar)

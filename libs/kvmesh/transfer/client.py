@@ -78,6 +78,7 @@ class SidecarClient:
         self.transports: list[str] = []
         # Whether it may be passed dma-bufs with regions.
         self.takes_dmabufs = False
+        self._knows_leaving = False
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
         self._frames: FrameSocket | None = None
@@ -183,6 +184,7 @@ class SidecarClient:
         self.control_address = answer.hello.control_address
         self.transports = list(answer.hello.transports)
         self.takes_dmabufs = answer.hello.dmabufs
+        self._knows_leaving = answer.hello.leaving
         self.region_infos = list(answer.hello.regions)
         if self._poster is not None:
             self._poster.connected(self._send)
@@ -365,6 +367,11 @@ class SidecarClient:
             os.eventfd_write(self._eventfd, 1)
 
     # --- life ----------------------------------------------------------------------------------------------------
+
+    def leaving(self) -> None:
+        """Tell the sidecar that this engine finishes what it has and goes: told to stop as well, it stays until then."""
+        if self._knows_leaving:
+            self._send(pb.EngineMessage(leaving=pb.EngineLeaving()))
 
     async def close(self) -> None:
         """End this engine's life at the sidecar: everything open fails. Idempotent; `on_lost` is not called."""

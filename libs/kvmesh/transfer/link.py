@@ -65,7 +65,7 @@ class SidecarLink:
         self._connected = asyncio.Event()
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._closed = False
+        self._closed = self._leaving = False
 
     def start(self) -> None:
         """Begin connecting in the background. Idempotent."""
@@ -88,6 +88,12 @@ class SidecarLink:
         client = self.client
         if client is not None:
             client.notify_ring()
+
+    def leaving(self) -> None:
+        """`SidecarClient.leaving` of the present client and of those to come."""
+        self._leaving = True
+        if self.client is not None:
+            self.client.leaving()
 
     async def close(self) -> None:
         """Stop and disconnect. Idempotent."""
@@ -123,6 +129,8 @@ class SidecarLink:
                 continue
             log.info("registered with sidecar %s (%s)", client.sidecar_id, ", ".join(client.transports))
             self._connected.set()
+            if self._leaving:
+                client.leaving()
             if self._on_connected is not None:
                 self._on_connected(client)
             await self._lost.wait()

@@ -357,6 +357,8 @@ class Worker:
 
     async def drain(self, deadline: Deadline) -> None:
         """SIGTERM: finish the work, then end the Frames streams with everything written."""
+        if self.ctx is not None and self.ctx.link is not None:
+            self.ctx.link.leaving()
         margin = min(ABORT_S + FLUSH_S, deadline.remaining() / 2)
         # Two waits of finish_work and the streams share the margin.
         await self.finish_work(Deadline.after(deadline.remaining() - margin), min(ABORT_S, margin / 3))

@@ -354,6 +354,7 @@ class EngineMessage(_message.Message):
     POST_ENDED_FIELD_NUMBER: _builtins.int
     PEER_RELEASED_FIELD_NUMBER: _builtins.int
     CANCEL_START_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     @_builtins.property
     def hello(self) -> Global___EngineHello: ...
@@ -381,6 +382,8 @@ class EngineMessage(_message.Message):
     def peer_released(self) -> Global___PeerReleased: ...
     @_builtins.property
     def cancel_start(self) -> Global___CancelStart: ...
+    @_builtins.property
+    def leaving(self) -> Global___EngineLeaving: ...
     def __init__(
         self,
         *,
@@ -398,12 +401,13 @@ class EngineMessage(_message.Message):
         post_ended: Global___PostEnded | None = ...,
         peer_released: Global___PeerReleased | None = ...,
         cancel_start: Global___CancelStart | None = ...,
+        leaving: Global___EngineLeaving | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_start", b"cancel_start", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "open_slot", b"open_slot", "peer_mapped", b"peer_mapped", "peer_released", b"peer_released", "post_ended", b"post_ended", "rank_hello", b"rank_hello", "ring", b"ring", "send_pages", b"send_pages", "send_tail", b"send_tail", "start_transfer", b"start_transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel_start", b"cancel_start", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "leaving", b"leaving", "open_slot", b"open_slot", "peer_mapped", b"peer_mapped", "peer_released", b"peer_released", "post_ended", b"post_ended", "rank_hello", b"rank_hello", "ring", b"ring", "send_pages", b"send_pages", "send_tail", b"send_tail", "start_transfer", b"start_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "cancel_start", b"cancel_start", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "open_slot", b"open_slot", "peer_mapped", b"peer_mapped", "peer_released", b"peer_released", "post_ended", b"post_ended", "rank_hello", b"rank_hello", "ring", b"ring", "send_pages", b"send_pages", "send_tail", b"send_tail", "start_transfer", b"start_transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "cancel_start", b"cancel_start", "cancel_transfer", b"cancel_transfer", "close_slot", b"close_slot", "hello", b"hello", "leaving", b"leaving", "open_slot", b"open_slot", "peer_mapped", b"peer_mapped", "peer_released", b"peer_released", "post_ended", b"post_ended", "rank_hello", b"rank_hello", "ring", b"ring", "send_pages", b"send_pages", "send_tail", b"send_tail", "start_transfer", b"start_transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "open_slot", "close_slot", "start_transfer", "send_pages", "cancel_transfer", "ring", "rank_hello", "send_tail", "peer_mapped", "post_ended", "peer_released", "cancel_start"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "open_slot", "close_slot", "start_transfer", "send_pages", "cancel_transfer", "ring", "rank_hello", "send_tail", "peer_mapped", "post_ended", "peer_released", "cancel_start", "leaving"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -567,6 +571,7 @@ class SidecarHello(_message.Message):
     REGIONS_FIELD_NUMBER: _builtins.int
     DMABUFS_FIELD_NUMBER: _builtins.int
     PIDFD_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     sidecar_id: _builtins.str
     incarnation: _builtins.int
     control_address: _builtins.str
@@ -577,6 +582,8 @@ class SidecarHello(_message.Message):
     """This sidecar takes dma-bufs along with regions. One that does not say so must not be passed any."""
     pidfd: _builtins.bool
     """A pidfd of the sidecar's process came along with this message: from another PID namespace it cannot be opened."""
+    leaving: _builtins.bool
+    """It knows EngineLeaving. One that does not say so must not be sent it."""
     @_builtins.property
     def region_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Keys of the regions, in the order of EngineHello.regions."""
@@ -600,10 +607,11 @@ class SidecarHello(_message.Message):
         regions: _abc.Iterable[Global___RegionInfo] | None = ...,
         dmabufs: _builtins.bool = ...,
         pidfd: _builtins.bool = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "dmabufs", b"dmabufs", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "lease_s", b"lease_s", "pidfd", b"pidfd", "region_keys", b"region_keys", "regions", b"regions", "sidecar_id", b"sidecar_id", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "dmabufs", b"dmabufs", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "lease_s", b"lease_s", "leaving", b"leaving", "pidfd", b"pidfd", "region_keys", b"region_keys", "regions", b"regions", "sidecar_id", b"sidecar_id", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1139,6 +1147,23 @@ class CancelStart(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelStart: _TypeAlias = CancelStart  # noqa: Y015
+
+@_typing.final
+class EngineLeaving(_message.Message):
+    """The engine finishes what it has accepted and leaves. A sidecar that is told to stop meanwhile serves it until then."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineLeaving: _TypeAlias = EngineLeaving  # noqa: Y015
 
 @_typing.final
 class RingNotice(_message.Message):

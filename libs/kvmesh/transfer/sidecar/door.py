@@ -418,6 +418,7 @@ class EngineServer:
             regions=memory.infos,
             dmabufs=True,
             pidfd=True,
+            leaving=True,
         )
         pidfd = open_pidfd()
         try:

@@ -97,6 +97,8 @@ class EngineSession:
         self.slots = SlotTable(sidecar.options.max_slots, first_generation=secrets.randbelow(GENERATIONS))
         self.counters = Counters()
         self.ending = False
+        # It has said that it finishes what it has, and goes.
+        self.leaving = False
         self._region_names = {info.group for info in memory.infos}
         self._frames = frames
         self._tasks = BackgroundTasks()
@@ -138,6 +140,8 @@ class EngineSession:
                 self.sidecar.mover.stop_send(cancel.transfer_id, cancel.reason[:500] or "cancelled")
             elif kind == "cancel_start":
                 self._cancel_start(message.cancel_start)
+            elif kind == "leaving":
+                self.leaving = True
             elif kind == "ring":
                 self.sidecar.mover.wake()
             elif kind in ("peer_mapped", "post_ended", "peer_released") and self.memory.poster is not None:

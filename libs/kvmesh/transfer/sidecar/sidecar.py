@@ -23,6 +23,8 @@ from kvmesh.transfer.transports.base import Outbound, Transport
 
 log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.02
+# Both processes of a pod are told to stop at the same moment: within this the engine says so too.
+LEAVE_WORD_S = 2.0
 
 
 class Sidecar:
@@ -168,10 +170,15 @@ class Sidecar:
         return response
 
     async def drain(self, deadline: Deadline) -> None:
-        """Take nothing new; let what is under way end, until the deadline."""
-        self.draining = True
-        while not deadline.expired and self.session is not None and not self.session.idle:
+        """Serve an engine that is leaving too until it has left; with another take nothing new, and let what is under way
+        end. Until the deadline."""
+        word = Deadline.after(LEAVE_WORD_S)
+        while not deadline.expired and (session := self.session) is not None:
+            self.draining = word.expired and not session.leaving
+            if self.draining and session.idle:
+                break
             await asyncio.sleep(DRAIN_POLL_S)
+        self.draining = True
 
     async def close(self) -> None:
         """End everything. Idempotent."""
