@@ -21,6 +21,20 @@ OUTCOMES = ("good", "late_first_token", "slow_tokens", "failed")
 TENANT_OUTCOMES = ("ok", "failed", "refused", "cancelled")
 KINDS = ("prompt", "completion", "cached")
 
+KNOWN: tuple[tuple[names.Metric, tuple[str | tuple[str, ...], ...]], ...] = (
+    (names.GATEWAY_HEALS, (("ok", "failed"),)),
+    (names.GATEWAY_REFUSED, (("late", "full", "shed"),)),
+    (names.GATEWAY_FLIGHTS, (("lead", "follow", "again", "lost", "takeover", "alone"),)),
+    (names.GATEWAY_DEGRADED, ()),
+    (names.GATEWAY_SLOW_READERS, ()),
+    (names.LIMITS_REFUSED, (("requests_per_minute", "tokens_per_minute", "max_concurrent", "budget"),)),
+    (names.LIMITS_LOCAL, ()),
+    (names.LIMITS_STOPPED, ()),
+    (names.LIMITS_LOST, ()),
+    (names.LIMITS_DISK, ()),
+)
+"""Series of a gateway that begin at 0."""
+
 # Ends of a request that say nothing about the service: its own fault, or its tenant's.
 _OWN_FAULT = frozenset(
     {
@@ -86,6 +100,8 @@ class Tallies:
         self._tpot_s = slo_tpot_s
         self._names = tenants or TenantNames(100)
         self._tenants: dict[str, _Tenant] = {}
+        for metric, values in KNOWN:
+            metrics.at_zero(metric, *values)
 
     def serves(self, model: str) -> None:
         """A model is served now: its series begin at 0."""

@@ -81,8 +81,9 @@ def at_zero(metric: names.Metric, *labels: str | Sequence[str]) -> None:
 
     A sequence stands for each of its values.
     """
-    for values in itertools.product(*([each] if isinstance(each, str) else each for each in labels)):
-        _make(metric).labels(*values)
+    made = _make(metric)
+    for values in itertools.product(*([each] if isinstance(each, str) else each for each in labels)) if labels else ():
+        made.labels(*values)
 
 
 def value(metric: names.Metric, **labels: str) -> float:

@@ -196,7 +196,7 @@ TRANSFER_EXPOSED = _histogram(
 )
 TRANSFER_LEASES = _counter(
     "transfer_leases_expired_total",
-    "Waits for a peer that outlived their lease: slots whose KV did not come, pages that were not given back.",
+    "Leases that ran out, by who was silent: writer (of a slot), peer (sidecar), prefill, sidecar (its engine's own).",
     "peer_kind",
 )
 TRANSFER_STALE = _counter("transfer_stale_total", "Writes and messages of old generations, dropped.", "transport")

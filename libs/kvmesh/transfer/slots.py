@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvmesh.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded
+from kvmesh.telemetry import metrics, names
 from kvmesh.transfer.immediate import GENERATIONS, MAX_SLOTS, pack, unpack
 
 Peer = Hashable
@@ -213,6 +214,7 @@ class SlotTable:
         for slot in self:
             if slot.state is not SlotState.DRAINING and now >= slot.expires:
                 self.counters.expired += 1
+                metrics.counter(names.TRANSFER_LEASES).labels("writer").inc()
                 events += self._fail(slot, f"not complete within {slot.expires - slot.opened:g} s")
         return events
 

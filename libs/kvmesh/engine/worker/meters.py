@@ -30,6 +30,14 @@ class Meters:
         self._clock = clock
         self._next = 0.0
         self._seen = Counters()
+        for metric in (names.SPEC_DRAFTS, names.SPEC_DRAFT_TOKENS, names.SPEC_ACCEPTED_TOKENS):
+            # Nothing is speculated yet.
+            metrics.at_zero(metric, model)
+        metrics.at_zero(names.REQUEST_SUCCESS, model, ("stop", "length"))
+        metrics.at_zero(names.LOCAL_PREFILLS, model, ("no_target", "short", "no_sidecar", "scored", "failed"))
+        metrics.at_zero(names.REMOTE_PREFILLS, model, ("ok", "cancelled", "unavailable", "deadline_exceeded"))
+        metrics.at_zero(names.REMOTE_PREFILLS, model, ("overloaded", "transfer_failed"))
+        metrics.at_zero(names.TRANSFER_LEASES, ("prefill", "sidecar"))
         self._ttft = metrics.histogram(names.TTFT).labels(model)
         self._inter_token = metrics.histogram(names.INTER_TOKEN).labels(model)
 
@@ -100,6 +108,10 @@ class Meters:
     def local_prefill(self, cause: str) -> None:
         """A prompt is prefilled on decode; cause: no_target, short, no_sidecar, scored, failed."""
         metrics.counter(names.LOCAL_PREFILLS).labels(self._model, cause).inc()
+
+    def lease_expired(self, peer_kind: str) -> None:
+        """A peer's lease ran out: prefill (bytes it says it wrote did not come), sidecar (its own does not answer)."""
+        metrics.counter(names.TRANSFER_LEASES).labels(peer_kind).inc()
 
     def remote_prefill(self, outcome: str) -> None:
         """A placement ended; outcome: ok, cancelled, or the reason of its failure."""

@@ -62,6 +62,7 @@ class _Run:
     # On the monotonic clock, for spans.
     arrived_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None
+    accepted_at: float | None = None
     started_at: float | None = None
     computed_at: float | None = None
 
@@ -164,6 +165,7 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
                 yield pb.RunResponse(
                     accepted=pb.RunAccepted(incarnation=ctx.identity.incarnation, cached_tokens=admitted.cached_tokens)
                 )
+                run.accepted_at = time.monotonic()
                 outcome.client = client
                 handle = await self._start_transfer(ctx, client, descriptor, admitted, outcome)
                 await ctx.at_step(RequestStep.TRANSFER_STARTED, run.public)
@@ -244,9 +246,12 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
         computed = await run.computed
         await ctx.at_step(RequestStep.COMPUTED, run.public)
         sent = await asyncio.shield(handle.done)
-        return pb.RunDone(
+        done = pb.RunDone(
             bytes=sent, compute_ms=computed.compute_ms, transport=handle.transport, chunks=computed.chunks
         )
+        if run.accepted_at is not None and run.computed_at is not None:
+            done.computed_ms = (run.computed_at - run.accepted_at) * 1e3
+        return done
 
     async def _finish(self, ctx: WorkerContext, run: _Run, outcome: _Outcome) -> None:
         """Stop what still runs, wait until no write is in flight, give the pages back."""

@@ -14,6 +14,7 @@ What must hold at every await, since a request may be cancelled at any of them:
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from kvmesh.engine.worker.awaiting import AwaitingRequest
 from kvmesh.engine.worker.context import WorkerContext
 from kvmesh.engine.worker.prefill_call import PrefillCall
 from kvmesh.engine.worker.steps import RequestStep
+from kvmesh.engine.worker.tail import ExposedTail
 from kvmesh.errors import Cancelled, DeadlineExceeded, KvmeshError, TransferFailed
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.rpc.limits import Deadline
@@ -122,11 +124,13 @@ class RemotePrefill:
             await self._step(RequestStep.SLOT_OPEN)
             generation = self._expose(lease)
             await self._step(RequestStep.EXPOSED)
-            result = await self._receive(target, client, slot, deadline)
+            tail = ExposedTail()
+            result = await self._receive(target, client, slot, deadline, tail)
             if lease is not None and self._staging is not None:
                 await self._staging.land(lease)
             if self._ctx.nic_writes is not None:
                 self._ctx.nic_writes.landed(result.transport)
+            tail.ready(result.transport)
             await self._step(RequestStep.KV_COMPLETE)
         except BaseException as error:
             self._give_up(client, slot, generation, lease, error)
@@ -177,6 +181,7 @@ class RemotePrefill:
             if isinstance(error, KvmeshError):
                 raise _NoSlot(error.message) from None
             if isinstance(error, TimeoutError):
+                self._ctx.meters.lease_expired("sidecar")
                 raise _NoSlot("the sidecar does not answer") from None
             raise
 
@@ -197,7 +202,12 @@ class RemotePrefill:
         return generation
 
     async def _receive(
-        self, target: pb.PrefillTarget, client: SidecarClient, slot: SlotHandle, deadline: Deadline
+        self,
+        target: pb.PrefillTarget,
+        client: SidecarClient,
+        slot: SlotHandle,
+        deadline: Deadline,
+        tail: ExposedTail,
     ) -> SlotResult:
         """Let prefill write; returns when every byte has landed, raises the reason why it has not."""
         run = pb.RunRequest(
@@ -222,7 +232,7 @@ class RemotePrefill:
             raise DeadlineExceeded("no time is left for prefill")
         # A prompt that prefill holds already may have landed before it is said to be accepted.
         call = PrefillCall(self._ctx.channels, target.address, run, timeout_s=timeout, tenant=self._request.tenant)
-        call.accepted.add_done_callback(self._accepted)
+        call.accepted.add_done_callback(functools.partial(self._accepted, tail))
         try:
             await self._first(deadline, slot.completed, call.accepted, call.done)
             if call.accepted.done() and not call.accepted.cancelled():
@@ -233,6 +243,7 @@ class RemotePrefill:
                 # Prefill says that it wrote everything: the last bytes may be counted a moment later, never much later.
                 await asyncio.wait({slot.completed}, timeout=self._ctx.lease_s)
                 if not slot.completed.done():
+                    self._ctx.meters.lease_expired("prefill")
                     raise TransferFailed(f"prefill wrote {done.bytes} bytes, {slot.expected_bytes} were expected")
             result = slot.completed.result()
             if not call.accepted.done():
@@ -242,11 +253,12 @@ class RemotePrefill:
             call.cancel()
             raise
         # All bytes are here; what prefill still has to say is only of interest to it.
-        self._ctx.spawn(self._see_off(call), name="prefill-see-off")
+        self._ctx.spawn(self._see_off(call, tail), name="prefill-see-off")
         return result
 
-    def _accepted(self, accepted: asyncio.Future[pb.RunAccepted]) -> None:
+    def _accepted(self, tail: ExposedTail, accepted: asyncio.Future[pb.RunAccepted]) -> None:
         if not accepted.cancelled():
+            tail.accepted()
             self._request.remote_cached = accepted.result().cached_tokens
 
     async def _first(self, deadline: Deadline, *futures: asyncio.Future[Any]) -> None:
@@ -255,8 +267,10 @@ class RemotePrefill:
         if not done:
             raise DeadlineExceeded("prefill took too long")
 
-    async def _see_off(self, call: PrefillCall) -> None:
+    async def _see_off(self, call: PrefillCall, tail: ExposedTail) -> None:
         await asyncio.wait({call.done}, timeout=self._ctx.lease_s)
+        if call.done.done() and not call.done.cancelled() and call.done.exception() is None:
+            tail.computed(call.done.result().computed_ms)
         call.cancel()
 
     # -- giving up

@@ -50,6 +50,12 @@ class OutgoingLinks:
         self._notices = BackgroundTasks()
         self._running: dict[OutLink, asyncio.Task[None]] = {}
         self._untold: dict[int, _Notice] = {}
+        for transport in sidecar.options.transports:
+            metrics.at_zero(names.TRANSFERS, transport, ("done", "aborted", "failed"))
+            metrics.at_zero(names.TRANSFER_BYTES, transport, ("in", "out"))
+            metrics.at_zero(names.TRANSFER_STALE, transport)
+        metrics.at_zero(names.TRANSFER_LEASES, ("writer", "peer"))
+        metrics.at_zero(names.PEER_FENCED, ("engine", "link"))
 
     async def link(self, session: Session, descriptor: pb.Descriptor) -> OutLink:
         """The link that reaches this descriptor's destination, opened where there is none. Raises KvmeshError."""

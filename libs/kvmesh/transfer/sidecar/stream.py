@@ -69,6 +69,7 @@ async def next_message(stream: AsyncIterator[In], lease_s: float, what: str) -> 
         return None
     except TimeoutError:
         metrics.counter(names.HEARTBEATS_MISSED).labels("kvtransfer").inc()
+        metrics.counter(names.TRANSFER_LEASES).labels("peer").inc()
         raise LeaseExpired(f"{what} was silent for {lease_s:g} s") from None
 
 
