@@ -135,7 +135,7 @@ DEFINITIONS: dict[str, Schema] = {
         "additionalProperties": text(f"^({LABEL})?$"),
     },
     "objects": many(FREE),
-    "setting": {"type": ["string", "number", "boolean"]},
+    "setting": {"type": ["string", "number", "boolean", "null"]},
     "settings": {
         "type": "object",
         "propertyNames": {"pattern": r"^[a-z][a-z0-9_]*$"},

@@ -7,7 +7,7 @@
 {{/* Secret of a member's certificate: root, member. */}}
 {{- define "kvmesh.tlsSecretName" -}}
 {{- $tls := .root.Values.tls -}}
-{{- get $tls.secretNames .member | default $tls.secretName | default (printf "%s-%s-tls" (include "kvmesh.fullname" .root) .member) -}}
+{{- get ($tls.secretNames | default dict) .member | default $tls.secretName | default (printf "%s-%s-tls" (include "kvmesh.fullname" .root) .member) -}}
 {{- end -}}
 
 {{- define "kvmesh.publicTlsSecretName" -}}

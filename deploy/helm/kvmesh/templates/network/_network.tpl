@@ -24,7 +24,7 @@ podSelector:
 {{- define "kvmesh.metricsIngress" -}}
 {{- $policy := .root.Values.networkPolicy -}}
 - from:
-    - namespaceSelector: {{ toJson $policy.metricsNamespaceSelector }}
+    - namespaceSelector: {{ $policy.metricsNamespaceSelector | default dict | toJson }}
       {{- with $policy.metricsPodSelector }}
       podSelector: {{ toJson . }}
       {{- end }}
