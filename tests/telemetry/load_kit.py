@@ -39,7 +39,9 @@ SETTINGS = {
     **SCRIPTED.settings,
     **PATIENT,
     "decode.scripted_step_ms": "4",
+    # Few places, so that a line forms at the gateway.
     "decode.max_batch": "4",
+    "decode.max_queue": "4",
     "decode.num_pages": "192",
     "router.redis_timeout_ms": "5000",
     "router.semantic_threshold": "0.85",

@@ -67,9 +67,11 @@ def recorded() -> Iterator[Query]:
 
 
 def selectors() -> Iterator[Query]:
-    """What alerts look at: an alert over series that nobody makes would never fire."""
+    """What alerts look at: an alert over series that nobody makes would never fire, and one over a counter that appears
+    with its first event would not see that one. What must NOT be, as in `reason_code!="first"`, is left out."""
     for alert in alerts():
-        for selector in sorted(set(re.findall(r"(?:kvmesh:[a-z0-9_:]+|\bup\b)(?:\{[^}]*\})?", alert.expression))):
+        expression = re.sub(r',?\w+!="[^"]*"', "", alert.expression)
+        for selector in sorted(set(re.findall(r"(?:kvmesh:[a-z0-9_:]+|\bup\b)(?:\{[^}]*\})?", expression))):
             yield Query(f"{alert.where}: {selector}", f"count({selector})")
 
 
