@@ -1,6 +1,8 @@
 """Compiles a C++ source of ours with the machine's own compiler, once, into the user's cache.
 
-No compiler, a compiler that fails or `KVMESH_NATIVE=0` is no error: the caller gets the reason and does without.
+Images have no compiler: theirs was at work before, for a few instruction sets (`compile_ahead`), and
+KVMESH_NATIVE_AHEAD names the folder. No compiler, a compiler that fails or `KVMESH_NATIVE=0` is no error: the caller
+gets the reason and does without.
 """
 
 from __future__ import annotations
@@ -17,6 +19,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _TIMEOUT_S = 180
+_THIS_MACHINE = "-march=native"
+# Instruction sets to compile ahead for, the best first, with what /proc/cpuinfo must name.
+_X86_64_V3 = frozenset(["avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"])
+_AHEAD: dict[str, tuple[tuple[str, frozenset[str]], ...]] = {
+    "x86_64": (
+        ("x86-64-v4", _X86_64_V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])),
+        ("x86-64-v3", _X86_64_V3),
+    ),
+    "aarch64": (
+        ("armv8.2-a+fp16+dotprod", frozenset(["asimd", "atomics", "asimdhp", "asimddp"])),
+        ("armv8-a", frozenset({"asimd"})),
+    ),
+}
 _log = logging.getLogger(__name__)
 
 
@@ -91,11 +106,54 @@ def compiled(
     return target
 
 
+def _ahead_name(source: Path, flags: Sequence[str], level: str, extra: str) -> str:
+    identity = "\0".join([source.read_text(encoding="utf-8"), extra, *flags])
+    return f"{source.stem}-{level}-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+
+
+def _levels(flags: Sequence[str]) -> tuple[tuple[str, frozenset[str]], ...]:
+    """Instruction sets worth a library each: one for all where the flags do not ask for this machine's."""
+    return _AHEAD.get(platform.machine(), ()) if _THIS_MACHINE in flags else (("any", frozenset()),)
+
+
+def compile_ahead(
+    source: Path, flags: Sequence[str], folder: Path, *, link: Sequence[str] = (), extra: str = ""
+) -> list[Path]:
+    """Compiles `source` for other machines, as an image's build does. NativeUnavailable when that fails."""
+    compiler = _compiler()
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for level, _ in _levels(flags):
+        target = folder / _ahead_name(source, flags, level, extra)
+        with tempfile.TemporaryDirectory() as scratch:
+            built = str(Path(scratch) / "built.o")
+            there = [f"-march={level}" if flag == _THIS_MACHINE else flag for flag in flags]
+            _run([compiler, *there, "-c", str(source), "-o", built])
+            _run([compiler, "-shared", "-s", built, "-o", str(target), *link])
+        made.append(target)
+    return made
+
+
+def _ahead(source: Path, flags: Sequence[str], extra: str) -> Path | None:
+    """The best library that was compiled ahead and runs on this machine."""
+    folder = os.environ.get("KVMESH_NATIVE_AHEAD")
+    if not folder:
+        return None
+    has = set(_cpu().partition(":")[2].split())
+    for level, needs in _levels(flags):
+        path = Path(folder) / _ahead_name(source, flags, level, extra)
+        if needs <= has and path.exists():
+            return path
+    return None
+
+
 def load(source: Path, flags: Sequence[str], *, link: Sequence[str] = (), extra: str = "") -> ctypes.CDLL:
     """Compile where needed (see `compiled`) and load. Blocks for seconds at first. NativeUnavailable says why not."""
     if os.environ.get("KVMESH_NATIVE", "1") == "0":
         raise NativeUnavailable("switched off by KVMESH_NATIVE=0")
     try:
+        if (ahead := _ahead(source, flags, extra)) is not None:
+            return ctypes.CDLL(str(ahead))
         path = compiled(source, flags, link=link, extra=extra)
         try:
             return ctypes.CDLL(str(path))
