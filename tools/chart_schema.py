@@ -55,7 +55,7 @@ EXTRA = {
     "extraVolumes": ref("volumes"),
     "extraVolumeMounts": ref("mounts"),
 }
-OPTIONAL = ("image", "resources", "strategy", *EXTRA, *PLACING)
+OPTIONAL = ("image", "strategy", *EXTRA, *PLACING)
 BUDGET = table({"enabled": FLAG, "maxUnavailable": ref("countOrPercent")})
 POD = {"resources": ref("resources"), **EXTRA, **PLACING, "strategy": FREE, "podDisruptionBudget": BUDGET}
 
@@ -167,7 +167,7 @@ GATEWAY = table(
             {"enabled": FLAG, "corsOrigins": many(text(r"^(\*|https?://[^\s,]+)$")), "playground": FLAG},
             ("corsOrigins",),
         ),
-        "model": table({"source": {**loose(SOURCE), **NEEDS}}, ("source",)),
+        "model": table({"source": {**loose(SOURCE), **NEEDS}}),
         "service": table(
             {
                 "type": word("ClusterIP", "NodePort", "LoadBalancer"),
@@ -226,7 +226,7 @@ REDIS = table(
                 "resources": ref("resources"),
                 **PLACING,
             },
-            ("config", "resources", *PLACING),
+            ("config", *PLACING),
         ),
         "external": table(
             {
@@ -423,7 +423,7 @@ VALUES: dict[str, Schema] = {
             "settings": ref("settings"),
             "extraEnv": ref("env"),
         },
-        ("image", "resources", "settings", "extraEnv"),
+        ("image", "settings", "extraEnv"),
     ),
     "redis": REDIS,
     "tls": TLS,
