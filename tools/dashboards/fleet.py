@@ -232,7 +232,7 @@ FLEET = Board(
             "Missed heartbeats, failed tasks",
             "short",
             (ALL.increase("heartbeats_missed_total", by="peer_kind"), "missed from {{peer_kind}}"),
-            (ALL.increase("background_task_failures_total"), "tasks failed"),
+            (f"{ALL.increase('background_task_failures_total')} or vector(0)", "tasks failed"),
             help="Both should be 0.",
             runbook="worker-lost",
         ),
