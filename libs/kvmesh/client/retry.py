@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from kvmesh.errors import AlreadyExists, KvmeshError, Overloaded, Unavailable
+from kvmesh.errors import AlreadyExists, Cancelled, KvmeshError, Overloaded, Unavailable
 from kvmesh.rpc.limits import Deadline
 from kvmesh.rpc.status import DETAILS_KEY, from_rpc_error, retry_after
 
@@ -62,11 +62,14 @@ class Attempts:
     async def again(self, cause: grpc.aio.AioRpcError) -> None:
         """Return once the call may be made again; else raise the KvmeshError of `cause`."""
         error = from_rpc_error(cause)
-        if not self._reconnected and _connection_ended(cause):
-            # A gateway that goes away says GOAWAY, and the calls that cross it never reached anybody: another
-            # connection is all that they need. It counts as no attempt.
-            self._reconnected = True
-            return
+        if _connection_ended(cause):
+            if not self._reconnected:
+                # A gateway that goes away says GOAWAY, and the calls that cross it never reached anybody: another
+                # connection is all that they need. It counts as no attempt.
+                self._reconnected = True
+                return
+            if isinstance(error, Cancelled):
+                error = Unavailable("the gateway went away before it had read the call")
         await self.after(error, cause)
 
     async def after(self, error: KvmeshError, cause: BaseException | None = None) -> None:
@@ -83,8 +86,11 @@ class Attempts:
 
 
 def _connection_ended(cause: grpc.aio.AioRpcError) -> bool:
-    """Whether it was the connection's end, and no service's answer: that would bring details."""
-    if cause.code() is not grpc.StatusCode.UNAVAILABLE:
+    """Whether it was the connection's end, and no service's answer: that would bring details.
+
+    CANCELLED is what a server's library answers to calls that come while it shuts down; one's own is no such error.
+    """
+    if cause.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return False
     trailing: Any = cause.trailing_metadata() or ()
     return all(key != DETAILS_KEY for key, _ in trailing)

@@ -369,7 +369,7 @@ class SidecarClient:
     # --- life ----------------------------------------------------------------------------------------------------
 
     def leaving(self) -> None:
-        """Tell the sidecar that this engine finishes what it has and goes: told to stop as well, it stays until then."""
+        """Tell the sidecar that this engine finishes what it has and goes: told to stop too, it stays until then."""
         if self._knows_leaving:
             self._send(pb.EngineMessage(leaving=pb.EngineLeaving()))
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import grpc
 import grpc.aio
 
 from kvmesh.errors import KvmeshError
@@ -13,7 +14,8 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import inference_pb2_grpc
 from kvmesh.rpc import status
 
-Step = pb.GenerateEvent | KvmeshError | Callable[[], Awaitable[None]]
+# A bare status is that of the server's library, and none of its services'.
+Step = pb.GenerateEvent | KvmeshError | grpc.StatusCode | Callable[[], Awaitable[None]]
 
 
 def accepted(request_id: str = "r") -> pb.GenerateEvent:
@@ -71,6 +73,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             for step in self._next(request, context):
                 if isinstance(step, KvmeshError):
                     await status.abort(context, step)
+                elif isinstance(step, grpc.StatusCode):
+                    await context.abort(step, step.name)
                 elif isinstance(step, pb.GenerateEvent):
                     yield step
                 else:
@@ -90,6 +94,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         for step in self._next(request, context):
             if isinstance(step, KvmeshError):
                 await status.abort(context, step)
+            elif isinstance(step, grpc.StatusCode):
+                await context.abort(step, step.name)
             elif not isinstance(step, pb.GenerateEvent):
                 await step()
 

@@ -208,6 +208,22 @@ async def test_a_connection_that_ends_under_a_call_is_made_anew_once(gateway: Ga
         await second.server.stop(None)
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+async def test_a_call_that_crosses_a_goodbye_is_made_again(gateway: Gateway, code: grpc.StatusCode) -> None:
+    async with Client(gateway.address, retry=NO_RETRY) as client:
+        for ask in (lambda: client.chat([("user", "x")]).result(), client.models):
+            gateway.scripts = [[code], ANSWER]
+            assert await ask()
+            gateway.scripts = [[code], [code], ANSWER]
+            with pytest.raises(Unavailable):
+                await ask()
+        # What a service says is its answer, and what was accepted is not asked again.
+        for script in ([Cancelled("aborted")], [accepted(), code]):
+            gateway.scripts = [script, ANSWER]
+            with pytest.raises(KvmeshError):
+                await client.chat([("user", "x")]).result()
+
+
 async def test_the_deadline_holds(gateway: Gateway) -> None:
     async def forever() -> None:
         await asyncio.Event().wait()

@@ -115,15 +115,17 @@ class RouterLinks:
 
     async def _keep(self, address: str, outbox: Outbox) -> None:
         """One router: attach, and attach again with backoff."""
-        backoff = 0.1
+        backoff, trouble = 0.1, ""
         while True:
             channel = self._open(address, self._name_of(address))
             try:
                 outbox.restart()
                 if await self._attach(address, channel, outbox):
-                    backoff = 0.1
+                    backoff, trouble = 0.1, ""
             except KvmeshError as error:
-                log.info("router %s: %s", address, error.message)
+                if error.message != trouble:
+                    log.info("router %s: %s", address, error.message)
+                trouble = error.message
             except Exception:
                 log.exception("router %s: the stream failed", address)
             finally:

@@ -170,8 +170,8 @@ class Sidecar:
         return response
 
     async def drain(self, deadline: Deadline) -> None:
-        """Serve an engine that is leaving too until it has left; with another take nothing new, and let what is under way
-        end. Until the deadline."""
+        """Serve an engine that is leaving too until it has left; with another take nothing new, and let what is under
+        way end. Until the deadline."""
         word = Deadline.after(LEAVE_WORD_S)
         while not deadline.expired and (session := self.session) is not None:
             self.draining = word.expired and not session.leaving
