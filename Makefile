@@ -18,7 +18,7 @@ PYTEST_FLAGS ?=
 VLLM_PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run env dev-env test lint types protos protos-check unit integration soak bench rdma test-rdma test-chart test-telemetry vm-if-possible clean
+.PHONY: help run env dev-env test lint types protos protos-check unit integration soak bench rdma test-rdma test-chart test-telemetry vm-if-possible images sbom lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -109,6 +109,24 @@ bench: dev-env ## benchmarks that need no GPU, one after another; raw figures go
 
 rdma: dev-env ## build pyverbs for the libibverbs of this machine
 	@tools/build_pyverbs.sh $(VENV)
+
+# Images: TAG, REGISTRY (a prefix of the names), PLATFORM (such as linux/arm64), VARIANT (cpu or cuda, of the engines).
+TAG ?= dev
+REGISTRY ?=
+PLATFORM ?=
+VARIANT ?= cpu
+IMAGES_FLAGS ?=
+IMAGE_OPTIONS = --tag $(TAG) --registry "$(REGISTRY)" --platform "$(PLATFORM)" --variant $(VARIANT) \
+	--torch-index "$(TORCH_INDEX)" $(IMAGES_FLAGS)
+images: ## build every image with Docker; fails where one adds more over its base than its limit
+	@$(PYTHON) tools/images.py $(IMAGE_OPTIONS)
+
+sbom: ## what is in each built image, as CycloneDX: build/sbom
+	@$(PYTHON) tools/images.py $(IMAGE_OPTIONS) --sbom build/sbom
+
+lock: dev-env ## lock files of the images from pyproject.toml; LOCK_FLAGS=--upgrade takes the newest that fit
+	@$(PIP) install 'uv>=0.8,<1'
+	@$(BIN)/python tools/lock_images.py --uv $(BIN)/uv $(LOCK_FLAGS)
 
 clean: ## remove the environment and caches
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+"""Builds the images and holds what each adds over its base against its limit: `make images`.
+
+    tools/images.py [--only gateway,router] [--variant cpu|cuda] [--tag T] [--registry R] [--platform P] [--push]
+    tools/images.py --sizes         build nothing, print the sizes
+    tools/images.py --sbom FOLDER   build nothing, write a CycloneDX document per image
+
+With the Docker engine that `docker` reaches. Where torch's index cannot be reached from here, its wheel is fetched by
+this machine's own pip settings and given to the build through deploy/images/wheels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WHEELS = ROOT / "deploy" / "images" / "wheels"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+# MB (10^6 bytes) that an image may add over its base.
+LIMITS = {"gateway": 150, "router": 330, "kvtransfer": 120, "prefill": 1200, "decode": 1200}
+ENGINES = ("prefill", "decode")
+_SBOM = ROOT / "deploy" / "images" / "sbom.py"
+
+
+def docker(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["docker", *arguments], check=True, text=True, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def name(service: str, options: argparse.Namespace) -> str:
+    """REGISTRY/kvmesh/SERVICE:TAG; images of the CUDA variant have the tag's suffix -cuda."""
+    prefix = f"{options.registry.rstrip('/')}/" if options.registry else ""
+    suffix = "-cuda" if options.variant == "cuda" and service in ENGINES else ""
+    return f"{prefix}kvmesh/{service}:{options.tag}{suffix}"
+
+
+def _dockerfile_arg(service: str, argument: str) -> str:
+    text = (ROOT / "services" / service / "Dockerfile").read_text(encoding="utf-8")
+    found = re.search(rf"^ARG {argument}=(\S+)$", text, re.MULTILINE)
+    if not found:
+        raise SystemExit(f"services/{service}/Dockerfile has no ARG {argument}")
+    return found[1]
+
+
+def torch_wheel(index: str) -> None:
+    """Fills deploy/images/wheels where torch's index cannot be reached. Exits with the reason when that fails too."""
+    version = _dockerfile_arg("decode", "TORCH_VERSION")
+    if any(WHEELS.glob(f"torch-{version}*.whl")):
+        return
+    try:
+        urllib.request.urlopen(urllib.request.Request(f"{index.rstrip('/')}/torch/", method="HEAD"), timeout=10).close()
+        return
+    except (urllib.error.URLError, TimeoutError, OSError) as error:
+        print(f"{index} cannot be reached ({error}): looking for torch {version} where pip looks", flush=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--python-version", "3.11", "--only-binary", ":all:", "--dest", str(WHEELS), f"torch=={version}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
+    wheel = next(WHEELS.glob(f"torch-{version}*.whl"), None)
+    if done.returncode or wheel is None:
+        raise SystemExit(f"torch {version} is nowhere to be had: {done.stderr.strip()[-500:]}")
+    # PyPI's build for x86_64 is CUDA's and does not even import without its libraries.
+    if "+cpu" not in wheel.name and platform.machine() == "x86_64":
+        wheel.unlink()
+        raise SystemExit(f"only {wheel.name} is to be had, which is no CPU build; set TORCH_INDEX")
+
+
+def build(service: str, options: argparse.Namespace) -> float:
+    """Builds one image; seconds."""
+    revision = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    arguments = {"VERSION": options.version or options.tag, "REVISION": revision or "unknown", "SOURCE": options.source}
+    if service in ENGINES:
+        arguments["VARIANT"] = options.variant
+        arguments["TORCH_INDEX"] = options.torch_index
+    for argument in options.build_arg:
+        key, _, value = argument.partition("=")
+        arguments[key] = value
+    command = ["build", "-f", f"services/{service}/Dockerfile", "-t", name(service, options)]
+    for key, value in arguments.items():
+        command += ["--build-arg", f"{key}={value}"]
+    if options.platform:
+        command += ["--platform", options.platform]
+    if options.push:
+        command += ["--push"]
+    began = time.monotonic()
+    docker(*command, ".", cwd=ROOT, env={**os.environ, "DOCKER_BUILDKIT": "1"})
+    return time.monotonic() - began
+
+
+def _size(image: str) -> int:
+    out = docker("image", "inspect", "--format", "{{.Size}}", image, capture_output=True).stdout
+    return int(out)
+
+
+def sizes(services: list[str], options: argparse.Namespace) -> bool:
+    """Prints "added / total / limit" per image; whether all are within."""
+    within = True
+    print(f"{'image':40} {'added':>9} {'total':>9} {'limit':>9}")
+    for service in services:
+        base = next((a for b in options.build_arg for k, _, a in [b.partition("=")] if k == "PYTHON_IMAGE"), "")
+        total = _size(name(service, options))
+        added = total - _size(base or _dockerfile_arg(service, "PYTHON_IMAGE"))
+        limit = None if options.variant == "cuda" and service in ENGINES else LIMITS[service]
+        over = limit is not None and added > limit * 10**6
+        within = within and not over
+        print(
+            f"{name(service, options):40} {added / 1e6:6.1f} MB {total / 1e6:6.1f} MB "
+            f"{f'{limit:6} MB' if limit else '     none'}{'  OVER' if over else ''}"
+        )
+    return within
+
+
+def sbom(service: str, options: argparse.Namespace) -> Path:
+    """Writes what is installed in the image, as CycloneDX 1.6; nothing is added to the image."""
+    image = name(service, options)
+    command = ["run", "--rm", "-i", "--network", "none", "--entrypoint", "python3", image, "-", image]
+    out = docker(*command, input=_SBOM.read_text(encoding="utf-8"), capture_output=True).stdout
+    document = json.loads(out)
+    target = Path(options.sbom) / f"{service}.cdx.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    print(f"{target}: {len(document['components'])} components")
+    return target
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="The images of kvmesh.")
+    parser.add_argument("--only", default=",".join(LIMITS), help="services, with commas between them")
+    parser.add_argument("--variant", choices=("cpu", "cuda"), default="cpu", help="of the engines")
+    parser.add_argument("--tag", default="dev")
+    parser.add_argument("--registry", default="")
+    parser.add_argument("--platform", default="", help="such as linux/arm64")
+    parser.add_argument("--push", action="store_true", help="to the registry, with buildx")
+    parser.add_argument("--version", default="", help="of the label; the tag unless given")
+    parser.add_argument("--source", default="", help="of the label: where the source lives")
+    parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX") or TORCH_INDEX)
+    parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--sizes", action="store_true")
+    parser.add_argument("--sbom", type=Path, metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    options.services = options.only.split(",")
+    for service in options.services:
+        if service not in LIMITS:
+            parser.error(f"no service {service!r}; there are {', '.join(LIMITS)}")
+    return options
+
+
+def main() -> int:
+    options = parse()
+    if options.sbom:
+        for service in options.services:
+            sbom(service, options)
+        return 0
+    if not options.sizes:
+        if options.variant == "cpu" and set(options.services) & set(ENGINES):
+            torch_wheel(options.torch_index)
+        for service in options.services:
+            print(f"{name(service, options)}: built in {build(service, options):.0f} s", flush=True)
+        if options.push:
+            return 0  # an image for another platform need not be here
+    return 0 if sizes(options.services, options) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"docker {error.cmd[1]}: exit status {error.returncode}\n{(error.stderr or '')[-2000:]}")
+    except FileNotFoundError as error:
+        sys.exit(f"{error.filename} is not installed")
