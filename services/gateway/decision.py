@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from opentelemetry.trace import INVALID_SPAN_CONTEXT, SpanContext
+
 from kvmesh.errors import Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from services.gateway.demux import Key
@@ -19,7 +21,7 @@ class NoWorker(Unavailable):
 
 @dataclass(slots=True)
 class Placed:
-    """An accepted attempt. `spoke`: it has given tokens."""
+    """An accepted attempt. `spoke`: it has given tokens. `span`: of its submission."""
 
     link: WorkerLink
     key: Key
@@ -29,6 +31,7 @@ class Placed:
     cached_tokens: int
     share: Share
     spoke: bool = False
+    span: SpanContext = INVALID_SPAN_CONTEXT
 
 
 @dataclass(slots=True)

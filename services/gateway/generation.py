@@ -16,8 +16,10 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from opentelemetry import trace
+from opentelemetry.trace import SpanContext
 
 from kvmesh.errors import Cancelled, DataLoss, Internal, KvmeshError, Overloaded, Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
@@ -42,6 +44,17 @@ log = logging.getLogger(__name__)
 END_WAIT_S = 1.0
 # A request that loses worker after worker, though each gives it tokens, may be what kills them.
 MAX_LOSSES = 32
+
+
+class Past(NamedTuple):
+    """What became of choices before: see `Share`. `lost`: the span of the attempt that they were lost with."""
+
+    failures: int = 0
+    turned_away: int = 0
+    lost: SpanContext | None = None
+
+
+NO_PAST = Past()
 
 
 class Generation:
@@ -240,15 +253,15 @@ class Generation:
         """True once there is output that the next worker must go on from."""
         return self._first_token_at is not None or self._scored
 
-    def _shares(self, choices: Sequence[int], failures: int = 0, turned_away: int = 0) -> list[Share]:
+    def _shares(self, choices: Sequence[int], past: Past = NO_PAST) -> list[Share]:
         """How `choices` are submitted: all at once while there is nothing of them, else each for itself."""
         total = self._job.sampling.best_of
         tokens = {choice: list(self._output.tokens(choice)) for choice in choices}
         if len(choices) == total and not any(tokens.values()):
-            return [self._share(0, total, (), failures, turned_away)]
-        return [self._share(choice, 1, tokens[choice], failures, turned_away) for choice in choices]
+            return [self._share(0, total, (), past)]
+        return [self._share(choice, 1, tokens[choice], past) for choice in choices]
 
-    def _share(self, first_choice: int, choices: int, output: Sequence[int], failures: int, turned_away: int) -> Share:
+    def _share(self, first_choice: int, choices: int, output: Sequence[int], past: Past) -> Share:
         return Share(
             first_choice,
             choices,
@@ -257,8 +270,9 @@ class Generation:
             again=self._loss is not None or self._begun,
             scored=self._scored,
             revision=self._revision,
-            failures=failures,
-            turned_away=turned_away,
+            failures=past.failures,
+            turned_away=past.turned_away,
+            replaces=past.lost,
         )
 
     def _place(self, shares: Sequence[Share], decision: Decision | None = None) -> None:
@@ -429,5 +443,9 @@ class Generation:
             names.ATTR_WORKER: info.worker_id,
             names.ATTR_REPLAYED_TOKENS: sum(len(self._output.tokens(choice)) for choice in choices),
         }
-        trace.get_current_span().add_event("worker lost", attributes)
-        self._place(self._shares(choices, failures, turned_away))
+        span = trace.get_current_span()
+        span.add_event("worker lost", attributes)
+        if not isinstance(error, Overloaded):
+            # Its client never hears of it; whoever looks for lost workers does.
+            tracing.keep(span)
+        self._place(self._shares(choices, Past(failures, turned_away, placed.span)))

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from opentelemetry.trace import SpanContext
+
 from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
@@ -199,6 +201,8 @@ class Share:
     revision: str = ""
     failures: int = 0
     turned_away: int = 0
+    replaces: SpanContext | None = None
+    """The span of the attempt that was lost."""
 
     @property
     def positions(self) -> dict[int, int]:

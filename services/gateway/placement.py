@@ -341,7 +341,8 @@ class Placer:
             names.ATTR_ATTEMPT: attempt,
             names.ATTR_REPLAYED_TOKENS: len(share.output),
         }
-        with tracing.span(names.SPAN_GATEWAY_ATTEMPT, attributes=attributes):
+        with tracing.span(names.SPAN_GATEWAY_ATTEMPT, attributes=attributes) as span:
+            tracing.link(span, share.replaces, "replaces")
             request = job.submit_request(self._fleet.gateway_id, attempt, decision.model, candidate.prefill, share)
             limit = job.limits.current(first_token_seen=share.heal)
             timeout_s = min(self._submit_timeout_s, limit.remaining())
@@ -354,6 +355,7 @@ class Placer:
             revision=decision.revision or link.info.revision,
             cached_tokens=response.cached_tokens,
             share=share,
+            span=span.get_span_context(),
         )
 
 

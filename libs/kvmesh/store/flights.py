@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from kvmesh.proto.v1 import router_pb2
@@ -39,6 +39,7 @@ READ_FRAMES = 256
 INBOX_MAXLEN = 4096
 INBOX_MS = 30_000
 MAX_ID_BYTES = 128
+MAX_TRACEPARENT = 64
 FIRST = "0-0"
 
 Appended = Literal["ok", "lost", "gap", "unknown"]
@@ -80,10 +81,11 @@ class Frames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlightRef:
-    """Where a flight is in Redis."""
+    """Where a flight is in Redis. `traceparent`: of whoever tells of it, "" when that is not traced."""
 
     flight_id: str
     keys: keys.FlightKeys
+    traceparent: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, flight: router_pb2.Flight) -> FlightRef | None:
@@ -168,12 +170,14 @@ class FlightStore:
         await self._store.script(DISOWN, [ref.keys.pointer, ref.state], [ref.flight_id, self._gateway], write=True)
 
     # --- followers
-    async def join(self, ref: FlightRef, leader: str) -> None:
-        """Tell the leader's gateway that we follow; `keep` alone would be noticed at its next renewal."""
+    async def join(self, ref: FlightRef, leader: str, traceparent: str = "") -> None:
+        """Tell the leader's gateway that we follow; `keep` alone would be noticed at its next renewal. `traceparent`:
+        of the request that follows."""
         key = inbox(leader)
+        entry = {b"id": ref.flight_id, b"key": ref.keys.key} | ({b"trace": traceparent} if traceparent else {})
 
         async def add(client: Any) -> None:
-            await client.xadd(key, {b"id": ref.flight_id, b"key": ref.keys.key}, maxlen=INBOX_MAXLEN, approximate=True)
+            await client.xadd(key, entry, maxlen=INBOX_MAXLEN, approximate=True)
             await client.pexpire(key, INBOX_MS)
 
         await self._store.run("flight_join", add, None, write=True)
@@ -243,7 +247,8 @@ class FlightStore:
                 flight_id, key = _text((fields or {}).get(b"id", b"")), _text((fields or {}).get(b"key", b""))
                 ref = FlightRef.of(router_pb2.Flight(flight_id=flight_id, key=key))
                 if ref is not None:
-                    joined.append(ref)
+                    traceparent = _text((fields or {}).get(b"trace", b""))[:MAX_TRACEPARENT]
+                    joined.append(replace(ref, traceparent=traceparent))
         return joined, place
 
 

@@ -23,7 +23,7 @@ from kvmesh.rpc.tasks import BackgroundTasks
 from kvmesh.store.flights import FlightRef, FlightStore, Frames, How
 from services.gateway.flights.log import FlightLog
 from services.gateway.flights.mirror import Mirror
-from services.gateway.flights.parts import Member, Pace, Produce, Role, count
+from services.gateway.flights.parts import Kin, Member, Pace, Produce, Role, count, joining
 from services.gateway.flights.publisher import Publisher
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Flight:
         self._how: How = "failed"
         self._rounds = 0
         self._closing = False
-        self._owner: Member | None = None
+        self._kin = Kin()
         self._generation: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -96,6 +96,7 @@ class Flight:
         """One more reader, from the first token on. The limits are `FlightLog.reader`'s."""
         member = Member(produce, self.log.reader(max_tokens=max_tokens, max_bytes=max_bytes, on_slow=on_slow))
         self._members.append(member)
+        self._kin.followed_by(member.span.get_span_context())
         return member
 
     def leave(self, member: Member) -> None:
@@ -131,8 +132,9 @@ class Flight:
             self._generation.cancel()
 
     # --- from the hub
-    def joined(self) -> None:
-        """A gateway tells that it follows."""
+    def joined(self, traceparent: str = "") -> None:
+        """A gateway tells that it follows, for the request of that trace."""
+        self._kin.followed_by(traceparent)
         self._joined_at = self._loop.time()
         self._followers = max(1, self._followers)
         self._wake.set()
@@ -162,7 +164,7 @@ class Flight:
 
     # --- the generation
     def _generate(self, member: Member) -> None:
-        self._owner = member
+        self._kin.leads(member.span)
         self._generation = self._tasks.spawn(self._produce(member), name="flight-generation", essential=False)
 
     async def _produce(self, member: Member) -> None:
@@ -306,7 +308,7 @@ class Flight:
     async def _keep_following(self) -> None:
         began = heard = self._loop.time()
         told_again = False
-        await self._store.join(self.ref, self._leader)
+        await self._store.join(self.ref, self._leader, joining(self._members))
         while not self.log.ended:
             held = await self._store.keep(self.ref)
             now = self._loop.time()
@@ -325,7 +327,7 @@ class Flight:
                     self._mirror.broken = not self.log.ended
                 elif held.standing == "led" and held.gateway != self._leader:
                     self._leader, began, told_again = held.gateway, now, False
-                    await self._store.join(self.ref, self._leader)
+                    await self._store.join(self.ref, self._leader, joining(self._members))
             silent = now - began if not self._mirror.heard else 0.0
             if self._mirror.broken or now - heard > self._pace.give_up_s or silent > self._pace.silence_s:
                 await self._alone()
@@ -336,7 +338,7 @@ class Flight:
                 self._mirror.read_at = now
             if silent > self._pace.silence_s / 2 and not told_again:
                 told_again = True
-                await self._store.join(self.ref, self._leader)
+                await self._store.join(self.ref, self._leader, joining(self._members))
             if not self.log.ended and not self._mirror.broken:
                 await self._pause(self._pace.renew_s if held is not None else RETRY_S)
         await self._store.leave(self.ref)

@@ -30,7 +30,7 @@ class Flights:
         self._pace = pace or Pace()
         self._flights: dict[str, Flight] = {}
         self._meetings: dict[str, asyncio.Event] = {}
-        self._early: dict[str, asyncio.TimerHandle] = {}
+        self._early: dict[str, tuple[asyncio.TimerHandle, str]] = {}
         self._following = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._closing = False
@@ -68,8 +68,8 @@ class Flights:
             meeting.set()
         early = self._early.pop(ref.flight_id, None)
         if early is not None:
-            early.cancel()
-            flight.joined()
+            early[0].cancel()
+            flight.joined(early[1])
         return flight
 
     async def follow(self, given: router_pb2.Flight, choices: int) -> Flight | None:
@@ -134,10 +134,10 @@ class Flights:
             for ref in joined:
                 flight = self._flights.get(ref.flight_id)
                 if flight is not None:
-                    flight.joined()
+                    flight.joined(ref.traceparent)
                 elif ref.flight_id not in self._early and len(self._early) < MAX_EARLY:
                     later = asyncio.get_running_loop().call_later(MEET_S, self._missed, store, ref)
-                    self._early[ref.flight_id] = later
+                    self._early[ref.flight_id] = later, ref.traceparent
 
     def _missed(self, store: FlightStore, ref: FlightRef) -> None:
         """Somebody follows what should be led here, and nobody has come to lead it."""
@@ -164,7 +164,7 @@ class Flights:
     def drain(self) -> None:
         """This gateway is stopping: flights that nobody here reads are handed over, the others when they are left."""
         self._closing = True
-        for timer in self._early.values():
+        for timer, _ in self._early.values():
             timer.cancel()
         self._early.clear()
         for flight in list(self._flights.values()):

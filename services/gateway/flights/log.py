@@ -24,6 +24,8 @@ class Opened:
     fingerprint: str
     seed: int
     prompt_tokens: int
+    traceparent: str = field(default="", compare=False)
+    """Of the request that leads."""
 
 
 @dataclass(slots=True)

@@ -93,7 +93,12 @@ class Mirror:
 
     def _open(self, given: router_pb2.FlightOpened) -> Outcome:
         opened = Opened(
-            given.model, given.revision, given.tokenizer_fingerprint, given.seed, prompt_tokens=given.prompt_tokens
+            given.model,
+            given.revision,
+            given.tokenizer_fingerprint,
+            given.seed,
+            prompt_tokens=given.prompt_tokens,
+            traceparent=given.traceparent,
         )
         if self._log.opened is None:
             self._log.open(opened)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+
+from opentelemetry.trace import INVALID_SPAN, Span, SpanContext, get_current_span, set_span_in_context
 
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
-from kvmesh.telemetry import metrics, names
+from kvmesh.telemetry import metrics, names, tracing
 from services.gateway.flights.log import FlightLog, Reader
 
 Produce = Callable[[FlightLog, router_pb2.Flight | None], Awaitable[pb.Finished]]
 """Runs a generation into a log, from where the log ends, to its end. The flight is what it leads, for its report; None
 when it leads none. Raises KvmeshError; cancelling it frees the worker."""
+
+
+MAX_EARLY = 16
+"""Followers that are known before the leader's request."""
 
 
 class Role(Enum):
@@ -43,10 +49,39 @@ class Pace:
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """One request that reads the flight here. `produce` is how it would run the generation by itself."""
+    """One request that reads the flight here, in `span`. `produce` is how it would run the generation by itself."""
 
     produce: Produce
     reader: Reader
+    span: Span = field(default_factory=get_current_span)
+
+
+class Kin:
+    """Links from the request whose generation runs here to those that follow it."""
+
+    def __init__(self) -> None:
+        self._span: Span = INVALID_SPAN
+        self._early: list[SpanContext | str] = []
+
+    def leads(self, span: Span) -> None:
+        """It is this one's now."""
+        self._span = span
+        for other in self._early:
+            if other != span.get_span_context():
+                tracing.link(span, other, "follower")
+        self._early.clear()
+
+    def followed_by(self, other: SpanContext | str) -> None:
+        """A span, here or elsewhere, by its context or `traceparent`."""
+        if self._span is not INVALID_SPAN:
+            tracing.link(self._span, other, "follower")
+        elif len(self._early) < MAX_EARLY:
+            self._early.append(other)
+
+
+def joining(members: Sequence[Member]) -> str:
+    """`traceparent` of the first request of those that follow together."""
+    return tracing.traceparent(set_span_in_context(members[0].span)) if members else ""
 
 
 def count(role: str) -> None:

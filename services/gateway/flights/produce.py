@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from opentelemetry import trace
+
 from kvmesh.errors import Unavailable
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.limits import RequestLimits
+from kvmesh.telemetry import tracing
 from services.gateway.decision import Decision
 from services.gateway.flights.log import FlightLog, Opened
 from services.gateway.generation import Generation
@@ -34,7 +37,16 @@ class LogSink:
 
     async def accepted(self, event: pb.Accepted) -> None:
         """See Sink."""
-        self._log.open(Opened(event.model, event.revision, self._fingerprint, event.seed, event.prompt_tokens))
+        self._log.open(
+            Opened(
+                event.model,
+                event.revision,
+                self._fingerprint,
+                event.seed,
+                event.prompt_tokens,
+                traceparent=tracing.traceparent(),
+            )
+        )
 
     async def prompt(self, event: pb.PromptScored) -> None:
         """Requests that ask for it share nothing."""
@@ -67,6 +79,7 @@ class Producer:
         self._progress = progress
         self._decision = decision
         self._total_limit_s = total_limit_s
+        self._span = trace.get_current_span()
         self.generated = 0
         """See `sink.End`; 0 until it has ended here."""
         self.used = False
@@ -74,6 +87,11 @@ class Producer:
 
     async def __call__(self, log: FlightLog, flight: router_pb2.Flight | None) -> pb.Finished:
         """See `parts.Produce`."""
+        # Whoever begins it, as after a takeover, it is this request's.
+        with tracing.use_span(self._span):
+            return await self._generate(log, flight)
+
+    async def _generate(self, log: FlightLog, flight: router_pb2.Flight | None) -> pb.Finished:
         self.used = True
         decision, self._decision = self._decision, None
         job = await self._job_for(log)

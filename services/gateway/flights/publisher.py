@@ -99,6 +99,7 @@ class Publisher:
                         tokenizer_fingerprint=opened.fingerprint,
                         seed=opened.seed,
                         prompt_tokens=opened.prompt_tokens,
+                        traceparent=opened.traceparent,
                     )
                 )
             )

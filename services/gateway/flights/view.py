@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from opentelemetry import trace
+
 from kvmesh.errors import Cancelled, KvmeshError
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc.status import row
-from kvmesh.telemetry import metrics, names
+from kvmesh.telemetry import metrics, names, tracing
 from services.gateway.decision import Decision
 from services.gateway.flights.flight import Flight
 from services.gateway.flights.hub import Flights
@@ -122,6 +124,8 @@ class View:
 
     async def _read(self, flight: Flight, reader: Reader) -> End:
         opened = await self._opened(reader)
+        if self._decision.lead is None:
+            tracing.link(trace.get_current_span(), opened.traceparent, "leader")
         # An alias may stand for another model there than here: the prompt is the same, its tokens are that one's.
         self._prompt_tokens = opened.prompt_tokens
         await self._request.accepted(
