@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import socket
+import struct
 import subprocess
 from pathlib import Path
 
 _FORWARD = {"ipv4": Path("/proc/sys/net/ipv4/ip_forward")}
-_FILTERS = {"iptables": "iptables", "ip6tables": "ip6tables"}
+_FILTERS = ("iptables", "ip6tables")
 
 
 def _out(*command: str, stdin: str | None = None) -> str:
@@ -17,7 +20,7 @@ def _out(*command: str, stdin: str | None = None) -> str:
 
 
 def _links() -> list[str]:
-    return sorted(path.name for path in Path("/sys/class/net").iterdir())
+    return sorted(name for _, name in socket.if_nameindex())
 
 
 def save() -> dict[str, object]:
@@ -36,7 +39,7 @@ def restore(saved: dict[str, object]) -> None:
     for link in _links():
         if link not in before and (link == "docker0" or link.startswith(("br-", "veth"))):
             _out("ip", "link", "delete", link)
-            if Path(f"/sys/class/net/{link}").exists():
+            if link in _links():
                 _delete_bridge(link)
     filters, forward = saved["filters"], saved["forward"]
     assert isinstance(filters, dict)
@@ -50,10 +53,6 @@ def restore(saved: dict[str, object]) -> None:
 
 def _delete_bridge(name: str) -> None:
     """Where the `ip` tool is not installed: the kernel's own interface, SIOCBRDELBR, once the link is down."""
-    import fcntl
-    import socket
-    import struct
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         request = struct.pack("16sh22x", name.encode(), 0)  # IFF_UP off
         fcntl.ioctl(control, 0x8914, request)  # SIOCSIFFLAGS
