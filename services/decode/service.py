@@ -6,10 +6,10 @@ Everything is in `kvmesh.engine.worker`, which prefill shares; the role in the s
 from __future__ import annotations
 
 from kvmesh.config import DecodeSettings
-from kvmesh.engine.worker.bootstrap import Worker
-from kvmesh.rpc.service import ServiceContext
+from kvmesh.engine.worker.host import worker_or_host
+from kvmesh.rpc.service import Service, ServiceContext
 
 
-async def build(context: ServiceContext[DecodeSettings]) -> Worker:
-    """The decode worker (role `decode`, or `unified`)."""
-    return Worker(context)
+async def build(context: ServiceContext[DecodeSettings]) -> Service:
+    """The decode worker (role `decode`, or `unified`), or a host of its ranks."""
+    return worker_or_host(context)

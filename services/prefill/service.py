@@ -6,10 +6,10 @@ Everything is in `kvmesh.engine.worker`, which decode shares; the role in the se
 from __future__ import annotations
 
 from kvmesh.config import PrefillSettings
-from kvmesh.engine.worker.bootstrap import Worker
-from kvmesh.rpc.service import ServiceContext
+from kvmesh.engine.worker.host import worker_or_host
+from kvmesh.rpc.service import Service, ServiceContext
 
 
-async def build(context: ServiceContext[PrefillSettings]) -> Worker:
-    """The prefill worker (role `prefill`, or `unified`)."""
-    return Worker(context)
+async def build(context: ServiceContext[PrefillSettings]) -> Service:
+    """The prefill worker (role `prefill`, or `unified`), or a host of its ranks."""
+    return worker_or_host(context)

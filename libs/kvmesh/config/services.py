@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from kvmesh.config.base import MIB, ServiceSettings
+from kvmesh.config.parallel import RankSettings
 from kvmesh.config.types import NameList, PlainUrl, SemanticRule, TargetList
 
 # KV memory of an engine on CPU.
@@ -206,7 +207,7 @@ class RouterSettings(ServiceSettings):
         return {name.strip(): model.strip() for name, _, model in pairs}
 
 
-class WorkerSettings(ServiceSettings):
+class WorkerSettings(RankSettings):
     """An engine: prefill, decode or both."""
 
     model_config = SettingsConfigDict(env_prefix="KVMESH_WORKER_")
@@ -239,19 +240,6 @@ class WorkerSettings(ServiceSettings):
         ge=0,
         le=1024,
         description="Compute threads on CPU, divided among the ranks; 0 = as many as this process has CPUs.",
-    )
-    tp: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="Ranks (processes) that share each layer: tensor parallel. It must divide the model's heads, and "
-        "divide its kv heads or be a multiple of them.",
-    )
-    tp_timeout_s: float = Field(
-        default=60.0,
-        gt=0,
-        le=3600,
-        description="Seconds that a rank may come late to the others before the engine gives up and ends.",
     )
     seed: int = Field(default=0, ge=0, le=(1 << 63) - 1, description="Base seed of the prefix cache hash chain.")
     page_size: int = Field(default=0, ge=0, le=1024, description="Tokens of a KV page; 0 = 16, on a GPU 64.")
@@ -384,6 +372,12 @@ class WorkerSettings(ServiceSettings):
             raise ValueError("kv_memory_bytes must be 0 or at least 4096")
         if self.runner == "scripted" and self.tp > 1:
             raise ValueError("the scripted runner has one rank: set tp to 1")
+        if self.tp_hosts > 1 and (self.sidecar_socket is not None or self.role == "prefill"):
+            # Its source would have to write to several sidecars, and theirs to count together: not built.
+            raise ValueError(
+                "not implemented: moving KV of ranks on several hosts. With tp_hosts, leave sidecar_socket out and set "
+                "role to unified, or to decode, which then computes prompts itself"
+            )
         return self
 
     def _unset(self) -> dict[str, int]:

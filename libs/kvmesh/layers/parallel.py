@@ -77,13 +77,16 @@ SINGLE = Single()
 
 
 class GlooParallel:
-    """`TensorParallel` on CPU over gloo, through the loopback device. A group of its own: torch's default process group
-    is neither used nor set, so a process may be in several."""
+    """`TensorParallel` on CPU over gloo, through the loopback device or another. A group of its own: torch's default
+    process group is neither used nor set, so a process may be in several."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, name: str = "tp") -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout_s: float, name: str = "tp", address: str = "127.0.0.1"
+    ) -> None:
         """Meet the other ranks at `store` (a torch Store) under `name`; blocks until all are there.
 
-        timeout_s: for the meeting and for every collective. Raises Unavailable.
+        timeout_s: for the meeting and for every collective. address: of this host, where the other ranks reach it.
+        Raises Unavailable.
         """
         self.rank, self.size = rank, size
         distributed = _distributed()
@@ -91,7 +94,7 @@ class GlooParallel:
         try:
             options = gloo._Options()
             # Named: by default gloo takes the address that the host's name resolves to, whatever that is.
-            options._devices = [gloo.create_device(hostname="127.0.0.1")]
+            options._devices = [gloo.create_device(hostname=address)]
             options._timeout = timedelta(seconds=timeout_s)
             self._group: Any = gloo(distributed.PrefixStore(name, store), rank, size, options)
             self._from_leader = distributed.distributed_c10d.BroadcastOptions()
@@ -134,26 +137,26 @@ class GlooParallel:
         """Nothing to do: connections break with the processes at their other ends."""
 
 
-def leader_store(timeout_s: float) -> tuple[Any, int]:
-    """The store where ranks meet and the port it listens on: loopback only, and no port is guessed or raced for.
+def leader_store(timeout_s: float, address: str = "127.0.0.1") -> tuple[Any, int]:
+    """The store where ranks meet and the port it listens on: on that address only, and no port is guessed or raced for.
 
     Rank 0 makes and keeps it; the others open it with `member_store`.
     """
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port: int = listener.getsockname()[1]
     store = _distributed().TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
+        address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
         # Taken over. Without it the store would listen on every address of the host.
         master_listen_fd=listener.detach(),
     )  # fmt: skip
     return store, port
 
 
-def member_store(port: int, timeout_s: float) -> Any:
+def member_store(port: int, timeout_s: float, address: str = "127.0.0.1") -> Any:
     """The leader's store, seen from another rank. Raises Unavailable."""
     try:
         return _distributed().TCPStore(
-            "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
     except RuntimeError as error:
         raise Unavailable(f"the leader's store does not answer: {_first_line(error)}") from error

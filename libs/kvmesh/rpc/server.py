@@ -99,6 +99,7 @@ class RpcServer:
         self._server = grpc.aio.server(options=_options(settings, self._options))
         self._policy = _OPEN
         self._services: list[str] = []
+        self._named: list[str] = []
         self._ready = False
         self._withdrawn = self._draining = False
         self._stop = asyncio.Event()
@@ -144,6 +145,11 @@ class RpcServer:
         if self._policy.access is not Access.OPEN:
             self._services.append(service)
             self.health.add([service])
+
+    def add_readiness(self, name: str) -> None:
+        """Tell a readiness of that name, where nothing else is served."""
+        self._named.append(name)
+        self.health.add([name])
 
     # --- life ----------------------------------------------------------------------------------------------------
 
@@ -217,9 +223,9 @@ class RpcServer:
     def set_ready(self, ready: bool, service: str | None = None) -> None:
         """Readiness of one service or of all (None). On the event loop; once withdrawn it stays off."""
         ready = ready and not self._withdrawn
-        for name in self._services if service is None else [service]:
+        for name in [*self._services, *self._named] if service is None else [service]:
             self.health.set(name, ready)
-        self._publish_ready(all(self.health.is_serving(name) for name in self._services))
+        self._publish_ready(all(self.health.is_serving(name) for name in [*self._services, *self._named]))
 
     def _publish_ready(self, ready: bool) -> None:
         if ready != self._ready:

@@ -138,7 +138,7 @@ async def test_a_runner_is_loaded_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tp
             return FakeCudaRunner()
 
     monkeypatch.setattr(loading, "check_cuda", asked.append)
-    monkeypatch.setattr(loading, "start_ranks", lambda spec, size, threads: f"{size} ranks")
+    monkeypatch.setattr(loading, "start_ranks", lambda spec, size, threads, hosts=None: f"{size} ranks")
     monkeypatch.setitem(sys.modules, f"kvmesh.engine.{module}", types.SimpleNamespace(**{name: Loads}))
     made = WorkerSettings(device="cuda:3", tp=tp, model="m")
     assert (await loading.load_runner(made)).info.name == "scripted"

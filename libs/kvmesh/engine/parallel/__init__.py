@@ -1,5 +1,7 @@
-"""Tensor parallel on one host: the worker process is rank 0 and leads, its child processes are the other ranks.
+"""Tensor parallel: the worker process is rank 0 and leads, its child processes are the other ranks; with several hosts,
+each other host's agent starts and watches the ranks there.
 
-`ranks` starts and watches the processes, `wire` is what the leader says to them, `runner` is the leader's `Runner`,
-`rank` the program of the others. Only the last two import torch.
+`ranks` is the leader's hold on them, `process` one of them, `wire` what the leader says to them, `runner` and `ahead`
+the leader's `Runner`, `rank` the program of the others. `hosts` lets agents in, `agent` is their side, `handshake` how
+they prove themselves, `network` sockets and interfaces. Only `runner`, `ahead` and `rank` import torch.
 """

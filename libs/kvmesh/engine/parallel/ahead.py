@@ -10,6 +10,7 @@ from typing import Any
 from kvmesh.engine.failures import DeviceFailed, SequencesFailed
 from kvmesh.engine.parallel.backends import AsyncShard, CudaBackend, RankBackend
 from kvmesh.engine.parallel.clock import StepClock
+from kvmesh.engine.parallel.network import name_interface
 from kvmesh.engine.parallel.ranks import RankGroup
 from kvmesh.engine.parallel.runner import HELLO_S, LOAD_S, gather_ready, unless_lost
 from kvmesh.engine.parallel.wire import Kind, pack_step
@@ -57,15 +58,18 @@ class AheadRunner:
         logs: Mapping[str, str] | None = None,
         backend: RankBackend | None = None,
     ) -> AheadRunner:
-        """Load the model's parts in all ranks at the same time, rank r on GPU first_gpu + r. On any failure the ranks
-        are ended.
+        """Load the model's parts in all ranks at the same time, on each host's GPUs from first_gpu on. On any failure
+        the ranks are ended.
 
         options: of `CudaRunner.load`, what JSON can say. timeout_s: what a rank may come late. logs: as in
         `ParallelRunner.load`. backend: what the ranks' program has instead of GPUs. Raises Unavailable where a rank
         ends, and as the loaders do.
         """
         try:
-            store, port = leader_store(timeout_s)
+            ranks.assemble()
+            if ranks.several_hosts:
+                name_interface(ranks.address)
+            store, port = leader_store(timeout_s, ranks.address)
             for rank, member in enumerate(ranks.pids, 1):
                 log.info("rank %d of %d is process %d", rank, ranks.size, member)
             ranks.setup({
@@ -78,7 +82,7 @@ class AheadRunner:
                 "cuda": {"first": first_gpu, "options": dict(options)},
             })  # fmt: skip
             ranks.gather(Kind.HELLO, HELLO_S)
-            made = backend or CudaBackend(first_gpu, options)
+            made = backend or CudaBackend(first_gpu, options, ranks.local)
             group = unless_lost(ranks, lambda: made.group(store, 0, ranks.size, timeout_s))
             ranks.on_lost(lambda reason: group.abort())
 
@@ -117,6 +121,7 @@ class AheadRunner:
             self._shard.bind_cuda(layout, regions, doorbell)
         self.ranks.gather(Kind.BOUND, LOAD_S)
         self._clock.end()
+        self.ranks.up()
 
     def launch(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> object:
         """See `AsyncRunner.launch`."""

@@ -66,12 +66,16 @@ class RankBackend(Protocol):
 
 
 class CudaBackend:
-    """GPUs of this host, over NCCL: rank r has GPU first + r."""
+    """GPUs over NCCL: the ranks of a host have its GPUs from `first` on."""
 
-    def __init__(self, first: int, options: Mapping[str, Any]) -> None:
-        """options: of `CudaRunner.load`, what JSON can say."""
+    def __init__(self, first: int, options: Mapping[str, Any], local: int) -> None:
+        """options: of `CudaRunner.load`, what JSON can say. local: ranks on each host."""
         self._first = first
         self._options = dict(options)
+        self._local = local
+
+    def _gpu(self, rank: int) -> int:
+        return self._first + rank % self._local
 
     def group(self, store: Any, rank: int, size: int, timeout_s: float) -> TensorParallel:
         """See `RankBackend`."""
@@ -79,24 +83,24 @@ class CudaBackend:
 
         from kvmesh.layers.parallel_nccl import NcclParallel
 
-        return NcclParallel(store, rank, size, timeout_s, torch.device("cuda", self._first + rank))
+        return NcclParallel(store, rank, size, timeout_s, torch.device("cuda", self._gpu(rank)))
 
     def load(self, spec: str, dtype: str, group: TensorParallel, progress: Progress | None) -> AsyncShard:
         """See `RankBackend`."""
         from kvmesh.engine.cuda.runner import CudaRunner
 
-        device = f"cuda:{self._first + group.rank}"
+        device = f"cuda:{self._gpu(group.rank)}"
         return CudaRunner.load(spec, dtype, device, progress, group, **self._options)
 
     def regions(self, layout: KvLayout, rank: int) -> dict[str, Any]:
         """See `RankBackend`: memory that other processes can map."""
         from kvmesh.engine.cuda.memory import gpu_memory, kv_regions
 
-        device = self._first + rank
+        device = self._gpu(rank)
         return dict(kv_regions(layout, device, gpu_memory(device, 0, 0)))
 
 
 def backend_of(note: Mapping[str, Any]) -> RankBackend | None:
     """What SETUP names; None for the CPU over gloo, where steps are not launched ahead (`TorchRunner`)."""
     cuda = note.get("cuda")
-    return None if cuda is None else CudaBackend(int(cuda["first"]), cuda["options"])
+    return None if cuda is None else CudaBackend(int(cuda["first"]), cuda["options"], int(note["local"]))

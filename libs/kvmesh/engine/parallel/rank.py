@@ -1,5 +1,8 @@
 """One rank's process: `python -m kvmesh.engine.parallel.rank SOCKET STEPS`, two descriptors from its leader.
 
+On another host they come from that host's agent: the socket is a TCP connection to the leader, and there is no memory
+of steps (-1).
+
 It ends with its leader: a thread watches the socket, whose end the kernel closes with the leader's process, wherever
 the main thread is (loading, or in a collective that nobody will finish).
 """
@@ -21,6 +24,8 @@ from typing import Any
 
 from kvmesh.engine.failures import SequencesFailed
 from kvmesh.engine.parallel.backends import RankBackend, backend_of
+from kvmesh.engine.parallel.network import name_interface
+from kvmesh.engine.parallel.process import NO_STEPS
 from kvmesh.engine.parallel.slots import StepSlots, bytes_for
 from kvmesh.engine.parallel.wire import Kind, expect, is_layered, recv_frame, send_frame, send_note, unpack_step
 from kvmesh.errors import DataLoss, KvmeshError, Unavailable
@@ -90,7 +95,7 @@ class Rank:
         self._regions: dict[str, Any] = {}
         self._sidecar: SidecarThread | None = None
 
-    def run(self, note: dict[str, Any], slots: StepSlots) -> None:
+    def run(self, note: dict[str, Any], slots: StepSlots | None) -> None:
         """Until STOP. Raises whatever fails: this rank is then of no further use."""
         try:
             self.load(note)
@@ -99,7 +104,7 @@ class Rank:
                 frame = recv_frame(self._sock)
                 if frame is None:
                     raise Unavailable("the leader is gone")
-                if frame.kind is Kind.SLOT:
+                if frame.kind is Kind.SLOT and slots is not None:
                     self.step(slots.take(self._rank, int.from_bytes(frame.body, "little")))
                 elif frame.kind is Kind.STEP:
                     self.step(frame.body)
@@ -123,8 +128,8 @@ class Rank:
         from kvmesh.engine.torch_runner import TorchRunner
         from kvmesh.layers.parallel import GlooParallel, member_store
 
-        store = member_store(int(note["port"]), note["timeout_s"])
-        group = GlooParallel(store, self._rank, int(note["size"]), note["timeout_s"])
+        store = member_store(int(note["port"]), note["timeout_s"], note["host"])
+        group = GlooParallel(store, self._rank, int(note["size"]), note["timeout_s"], address=note["address"])
         self._runner = TorchRunner.load(
             note["model"], note["dtype"], int(note["threads"]), None, note["backend"], group
         )
@@ -165,7 +170,9 @@ class AheadRank(Rank):
         """See `Rank.load`."""
         from kvmesh.layers.parallel import member_store
 
-        self._store = member_store(int(note["port"]), note["timeout_s"])
+        if note.get("several_hosts"):
+            name_interface(note["address"])
+        self._store = member_store(int(note["port"]), note["timeout_s"], note["host"])
         group = self._backend.group(self._store, self._rank, int(note["size"]), note["timeout_s"])
         self._runner = self._backend.load(note["model"], note["dtype"], group, None)
 
@@ -195,7 +202,8 @@ class AheadRank(Rank):
 
 
 def serve(sock: socket.socket, steps: int, make: Callable[[Mapping[str, Any]], RankBackend | None]) -> None:
-    """A rank's life. steps: descriptor of the region of steps. make: the backend that SETUP means, None = CPU.
+    """A rank's life. steps: descriptor of the region of steps, or NO_STEPS. make: the backend that SETUP means, None =
+    CPU.
 
     Raises whatever ends it before STOP.
     """
@@ -210,12 +218,14 @@ def serve(sock: socket.socket, steps: int, make: Callable[[Mapping[str, Any]], R
             # A line of text has no instance.
             service = f"{service}/{number}"
         setup_logs(service, instance=name, level=logs["level"], fmt=logs["fmt"])
-    size = int(note["size"])
-    region = Region.adopt(steps, bytes_for(size), "kvmesh-steps")
+    slots = None
+    if steps != NO_STEPS:
+        local = int(note["local"])
+        slots = StepSlots(Region.adopt(steps, bytes_for(local), "kvmesh-steps"), local)
     backend = make(note)
     rank = Rank(sock, number) if backend is None else AheadRank(sock, number, backend)
     send_frame(sock, Kind.HELLO)
-    rank.run(note, StepSlots(region, size))
+    rank.run(note, slots)
 
 
 def watch(sock: socket.socket) -> None:

@@ -85,7 +85,8 @@ class ParallelRunner:
             backend = choose_backend(checkpoint.config, torch_dtype(dtype))
         finally:
             checkpoint.close()
-        store, port = leader_store(timeout_s)
+        ranks.assemble()
+        store, port = leader_store(timeout_s, ranks.address)
         setup = {
             "model": spec,
             "dtype": dtype,
@@ -98,7 +99,7 @@ class ParallelRunner:
             log.info("rank %d of %d is process %d", rank, ranks.size, member)
         ranks.setup(setup | {"timeout_s": timeout_s, "logs": dict(logs)})
         ranks.gather(Kind.HELLO, HELLO_S)
-        group = unless_lost(ranks, lambda: GlooParallel(store, 0, ranks.size, timeout_s))
+        group = unless_lost(ranks, lambda: GlooParallel(store, 0, ranks.size, timeout_s, address=ranks.address))
 
         def watched(done: int, total: int) -> None:
             # Between two tensors: no reason to read the rest of the weights for ranks that are gone.
@@ -120,6 +121,7 @@ class ParallelRunner:
         self._page_size = layout.page_size
         self.ranks.note(Kind.BIND, {"layout": layout.to_dict()})
         self.ranks.gather(Kind.BOUND, self._timeout_s)
+        self.ranks.up()
 
     def execute(self, batch: StepBatch, on_layer: Callable[[int], None] | None = None) -> StepResult:
         """See `Runner.execute`."""

@@ -1,8 +1,10 @@
-"""What leader and ranks say to one another: frames on a socket pair, plain structs and JSON, every size bounded.
+"""What leader and ranks say to one another: frames on a socket pair, or over TCP where a rank is on another host; plain
+structs and JSON, every size bounded.
 
 A frame is u32 length of the body, u8 kind, 3 bytes of zero, then the body. Leader to rank: SETUP, BIND, JOIN, STEP,
 SLOT (a step that lies in shared memory: its u64 number, see `slots`), STOP; rank to leader: HELLO (torch is there),
-READY (weights are loaded), BOUND, DONE (a step; not where steps are launched ahead), FAILED (and it ends).
+READY (weights are loaded), BOUND, DONE (a step; not where steps are launched ahead), FAILED (and it ends). What the
+leader and another host's agent say is in `hosts`.
 
 The body of STEP, little-endian: u64 step, u32 slices, u32 copies, u32 flags (1: layer by layer), u32 zero; int64
 (slices, 6): sequence id, start, tokens, pages, tokens that are sampled from the last position's logits, 0 without
@@ -54,6 +56,14 @@ class Kind(enum.IntEnum):
     FAILED = 9
     STOP = 10
     SLOT = 11
+    ENTER = 12
+    ATTACH = 13
+    WELCOME = 14
+    REFUSED = 15
+    RANKS = 16
+    EXITED = 17
+    LEAVING = 18
+    UP = 19
 
 
 class Frame(NamedTuple):
@@ -85,8 +95,9 @@ def send_note(sock: socket.socket, kind: Kind, note: Mapping[str, Any]) -> None:
     send_frame(sock, kind, json.dumps(note).encode())
 
 
-def recv_frame(sock: socket.socket) -> Frame | None:
-    """The next frame, None at the end of the stream. Raises DataLoss, TooLarge, OSError."""
+def recv_frame(sock: socket.socket, largest: int = MAX_FRAME_BYTES) -> Frame | None:
+    """The next frame, None at the end of the stream. largest: bytes of a body, of whatever kind. Raises DataLoss,
+    TooLarge, OSError."""
     header = _exactly(sock, _HEADER.size)
     if header is None:
         return None
@@ -95,7 +106,7 @@ def recv_frame(sock: socket.socket) -> Frame | None:
         kind = Kind(number)
     except ValueError:
         raise DataLoss(f"a frame of unknown kind {number}") from None
-    limit = MAX_FRAME_BYTES if kind is Kind.STEP else MAX_NOTE_BYTES
+    limit = min(largest, MAX_FRAME_BYTES if kind is Kind.STEP else MAX_NOTE_BYTES)
     if length > limit:
         raise TooLarge(f"{kind.name} of {length} bytes, at most {limit} are allowed")
     body = _exactly(sock, length) if length else b""

@@ -195,6 +195,7 @@ class Worker:
         self.status.listen(self.routers.on_change)
         if ranks is not None:
             ranks.on_lost(fatal)
+            ranks.on_leaving(self._leaving(loop))
             self.service.ready_info["ranks"] = ranks.pids
         if link is not None:
             link.start()
@@ -293,6 +294,24 @@ class Worker:
             raise Unavailable(reason)
 
         self.service.tasks.spawn(end(), name="fatal")
+        return tell
+
+    def _leaving(self, loop: asyncio.AbstractEventLoop) -> Callable[[str], None]:
+        """What to call, from any thread, where another host of the ranks is told to stop: finish, then end as a lost
+        rank would, so that whoever supervises starts a new group."""
+
+        async def end(reason: str) -> None:
+            await self.finish_work(Deadline.after(max(0.0, self.settings.drain_timeout_s - ABORT_S)))
+            raise Unavailable(reason)
+
+        def begin(reason: str) -> None:
+            if not self.status.draining:
+                self.service.tasks.spawn(end(reason), name="leaving")
+
+        def tell(reason: str) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(begin, reason)
+
         return tell
 
     def _channel(self, address: str, name: str = "") -> MeshChannel:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from kvmesh.config import WorkerSettings
 from kvmesh.engine.parallel.ranks import start_ranks
 from kvmesh.engine.runner import Runner
+from kvmesh.engine.worker.joining import hosts_of
 from kvmesh.errors import FailedPrecondition, InvalidArgument
 from kvmesh.telemetry import metrics, names
 
@@ -25,11 +26,11 @@ LOG_EVERY_S = 1.0
 
 
 def compute_threads(settings: WorkerSettings) -> int:
-    """Threads of a step on each rank: an equal part, but at least one, of the setting, else of what the environment
-    gives OpenMP, else of the CPUs this process may use."""
+    """Threads of a step on each rank of this host: an equal part, but at least one, of the setting, else of what the
+    environment gives OpenMP, else of the CPUs this process may use."""
     environment = os.environ.get("OMP_NUM_THREADS", "")
     total = settings.threads or (int(environment) if environment.isdigit() else 0) or len(os.sched_getaffinity(0))
-    return max(1, total // settings.tp)
+    return max(1, total // settings.ranks_per_host)
 
 
 async def load_runner(settings: WorkerSettings) -> Runner:
@@ -55,14 +56,14 @@ def check_kv_dtype(settings: WorkerSettings) -> None:
 
 
 def _load_cuda(settings: WorkerSettings) -> Runner:
-    check_cuda(settings.gpu + settings.tp - 1)
+    check_cuda(settings.gpu + settings.ranks_per_host - 1)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     log.info("loading %s (%s) on %d GPU(s) from %d on", settings.model, settings.dtype, settings.tp, settings.gpu)
     progress = LoadProgress(settings.model)
     started = time.monotonic()
     runner: Runner
     if settings.tp > 1:
-        ranks = start_ranks(settings.model, settings.tp, compute_threads(settings))
+        ranks = start_ranks(settings.model, settings.tp, compute_threads(settings), hosts=hosts_of(settings))
         from kvmesh.engine.parallel.ahead import AheadRunner
 
         runner = AheadRunner.load(
@@ -136,7 +137,7 @@ def _load_torch(settings: WorkerSettings) -> Runner:
     # Torch is imported here: a scripted worker has none, and the import alone takes a second.
     runner: Runner
     if settings.tp > 1:
-        ranks = start_ranks(settings.model, settings.tp, threads)
+        ranks = start_ranks(settings.model, settings.tp, threads, hosts=hosts_of(settings))
         from kvmesh.engine.parallel.runner import ParallelRunner
 
         runner = ParallelRunner.load(
