@@ -15,7 +15,7 @@ from kvmesh.config import RouterSettings
 from kvmesh.errors import InvalidArgument, KvmeshError, NotCached, NotFound, Unavailable
 from kvmesh.kv.hashing import HASH_BYTES
 from kvmesh.proto.v1 import router_admin_pb2, router_pb2
-from kvmesh.telemetry import metrics, names, tracing
+from kvmesh.telemetry import about, metrics, names, tracing
 from services.router.cache import policy, stored
 from services.router.cache.answers import AnswerCache
 from services.router.cache.policy import CachePlan, Mode
@@ -76,6 +76,7 @@ class Routing:
         self.decisions = Decisions(clock)
         self.traces = Traces()
         self.shadows = Shadows(settings.shadow_rate, settings.shadow_per_minute, clock=clock, rng=rng)
+        self._tell_false_hits()
 
     async def route(
         self, request: router_pb2.RouteRequest, tenant: str, remaining_s: float | None
@@ -87,7 +88,7 @@ class Routing:
         """
         check_request(request)
         trace = Trace(request.request_id, request.client_request_id, tenant, request.model)
-        with tracing.span(names.SPAN_ROUTER_ROUTE) as span:
+        with about.of_request(request.request_id), tracing.span(names.SPAN_ROUTER_ROUTE) as span:
             span.set_attribute(names.ATTR_REQUEST_ID, request.request_id)
             try:
                 response = await self._decide(request, tenant, remaining_s, trace)
@@ -331,10 +332,13 @@ class Routing:
         told = {True: "right", False: "wrong", None: "untold"}[verdict.right]
         metrics.counter(names.CACHE_SHADOWS).labels(told).inc()
         self.shadows.count(verdict.right)
+        self._tell_false_hits()
+        return verdict.right
+
+    def _tell_false_hits(self) -> None:
         rate, low, high = self.shadows.estimate()
         for bound, value in (("rate", rate), ("low", low), ("high", high), ("raw", self.shadows.raw().rate)):
             metrics.gauge(names.CACHE_FALSE_HITS).labels(bound).set(value)
-        return verdict.right
 
     def _end_flight(self, flight: router_pb2.Flight | None) -> None:
         """In the background: the request need not wait for it."""

@@ -33,6 +33,8 @@ class Meters:
         for metric in (names.SPEC_DRAFTS, names.SPEC_DRAFT_TOKENS, names.SPEC_ACCEPTED_TOKENS):
             # Nothing is speculated yet.
             metrics.at_zero(metric, model)
+        # Whoever measures here has loaded it, also where there was nothing to load.
+        metrics.gauge(names.MODEL_LOAD_PROGRESS).labels(model).set(1.0)
         metrics.at_zero(names.REQUEST_SUCCESS, model, ("stop", "length"))
         metrics.at_zero(names.LOCAL_PREFILLS, model, ("no_target", "short", "no_sidecar", "scored", "failed"))
         metrics.at_zero(names.REMOTE_PREFILLS, model, ("ok", "cancelled", "unavailable", "deadline_exceeded"))
