@@ -99,6 +99,10 @@ class Rolling:
         changed = with_flags(spec, instance=name, ready_file=ready, **flags)
         self.specs[name] = dataclasses.replace(changed, name=name, ready_file=ready)
 
+    def change(self, name: str, **flags: object) -> None:
+        """Settings of the next process of that name."""
+        self.specs[name] = with_flags(self.specs[name], **flags)
+
     # --- processes
     async def start(self, *names: str) -> None:
         """Start, and wait until each of them is SERVING; those without health are not waited for."""
@@ -220,6 +224,8 @@ class Endpoints:
     def next(self) -> str:
         """Where the next connection goes."""
         self._turn += 1
+        if not self.ready:
+            raise httpx.ConnectError("no endpoint is ready")
         return self.ready[self._turn % len(self.ready)]
 
 

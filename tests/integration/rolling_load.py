@@ -10,21 +10,22 @@ import functools
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import jsonschema
 
-from kvmesh.client import Client, Retry
+from kvmesh.client import Client, Retry, Stream
 from kvmesh.engine.runner import SamplingParams
 from kvmesh.engine.scripted import scripted_output
+from kvmesh.errors import KvmeshError
 from rolling_kit import Balanced, Endpoints
 
 EOS_AFTER = 60
 LIMIT_S = 240.0
-SHORT, LONG = 8, 150
+LENGTHS = {"short": 8, "long": 150, "same": 2 * EOS_AFTER, "grammar": 300, "endless": 300, "greedy": 32}
 URL = "http://gateway/v1"
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -56,20 +57,19 @@ class Question:
         # A twin shares its number with those that are asked at about the same time.
         rng = random.Random(f"{kind} {number // 12 if kind == 'same' else number}")
         prompt = tuple(rng.randrange(33, 127) for _ in range(rng.choice([5, 40, 70, 90])))
-        length = {"short": SHORT, "long": LONG, "same": 2 * EOS_AFTER, "grammar": 300}[kind]
-        return cls(kind, prompt, 7 if kind == "same" else rng.randrange(1 << 20), length)
+        return cls(kind, prompt, 7 if kind == "same" else rng.randrange(1 << 20), LENGTHS[kind])
 
     @property
     def sampling(self) -> dict[str, Any]:
         return {
             "max_tokens": self.length,
             "seed": self.seed,
-            "temperature": 0.0 if self.kind == "same" else 1.0,
+            "temperature": 0.0 if self.kind in ("same", "greedy") else 1.0,
         }
 
     @property
     def ignore_eos(self) -> bool:
-        return self.kind in ("short", "long")
+        return self.kind in ("short", "long", "endless", "greedy")
 
     def check(self, text: str) -> str:
         """What is wrong with an answer, "" when nothing is."""
@@ -83,9 +83,15 @@ class Question:
         return "" if text == right else f"wrong text: {text!r} instead of {right!r}"
 
 
+class Refused(Exception):
+    """Nobody had accepted the request."""
+
+
 @dataclass
 class Load:
-    """`failures`: everything that was not a whole and right answer. `seen`: names of the gateways that accepted."""
+    """`failures`: what was accepted and is no whole and right answer. `refused`: what nobody accepted. `seen`: names of
+    the gateways that accepted. `known`: of a model that is not scripted, what it said to each question in peace; these
+    are asked then."""
 
     gateways: list[str]
     endpoints: Endpoints
@@ -93,11 +99,13 @@ class Load:
     done: Counter[str] = field(default_factory=Counter)
     caches: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
     heals: int = 0
     retries: int = 0
     degraded: int = 0
     moved: int = 0
+    known: dict[Question, str] = field(default_factory=dict)
     running: int = 0
     stopping: bool = False
     number: int = 0
@@ -116,28 +124,52 @@ class Load:
             for index in range(http_clients):
                 group.create_task(self._loop("http", http, index + 3))
 
+    async def learn(self, texts: Sequence[str]) -> None:
+        """Ask these questions, one after the other, and take the answers for right."""
+        async with Client(self.gateways) as client:
+            for text in texts:
+                prompt = tuple((await client.tokenize(text, model=self.model)).token_ids)
+                question = Question("greedy", prompt, 0, LENGTHS["greedy"])
+                self.known[question] = await self._grpc(client, question)
+
+    def _draw(self, kind: str) -> Question:
+        self.number += 1
+        if self.known:
+            return list(self.known)[self.number % len(self.known)]
+        return Question.draw(kind, self.number)
+
+    def _wrong(self, question: Question, text: str) -> str:
+        if not self.known:
+            return question.check(text)
+        right = self.known[question]
+        return "" if text == right else f"wrong text: {text!r} instead of {right!r}"
+
     async def _loop(self, face: str, client: Any, at: int) -> None:
         while not self.stopping:
             at += 1
-            self.number += 1
-            question = Question.draw(KINDS[at % len(KINDS)], self.number)
-            self.running += 1
-            try:
-                text = await (self._grpc(client, question) if face == "grpc" else self._http(client, question))
-                why = question.check(text)
-            except Exception as error:
-                why = f"{type(error).__name__}: {error}"
-            finally:
-                self.running -= 1
-            if why:
-                self.failures.append(f"{face} {question.kind}: {why}")
-                await asyncio.sleep(0.05)
-            else:
-                self.done[f"{face} {question.kind}"] += 1
+            await self.ask(face, client, self._draw(KINDS[at % len(KINDS)]))
+
+    async def ask(self, face: str, client: Any, question: Question) -> None:
+        """One request, to its end."""
+        self.running += 1
+        try:
+            text = await (self._grpc(client, question) if face == "grpc" else self._http(client, question))
+            why = self._wrong(question, text)
+        except Refused as error:
+            self.refused.append(f"{face} {question.kind}: {error}")
+            await asyncio.sleep(0.05)
+            return
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        finally:
+            self.running -= 1
+        if why:
+            self.failures.append(f"{face} {question.kind}: {why}")
+        else:
+            self.done[f"{face} {question.kind}"] += 1
 
     async def _grpc(self, client: Client, question: Question) -> str:
-        text, terminal = "", 0
-        async with client.generate(
+        stream = client.generate(
             question.prompt,
             model=self.model,
             ignore_eos=question.ignore_eos,
@@ -145,7 +177,17 @@ class Load:
             cache="exact" if question.kind == "same" else "off",
             timeout_s=LIMIT_S,
             **question.sampling,
-        ) as stream:
+        )
+        try:
+            return await self._read(stream)
+        except KvmeshError as error:
+            if stream.accepted is None:
+                raise Refused(f"{error.reason}: {error.message}") from None
+            raise
+
+    async def _read(self, stream: Stream) -> str:
+        text, terminal = "", 0
+        async with stream:
             async for event in stream:
                 assert not terminal, "an event after the end"
                 if event.HasField("accepted"):
@@ -166,13 +208,20 @@ class Load:
         return text
 
     async def _http(self, client: httpx.AsyncClient, question: Question) -> str:
+        try:
+            return await self._post(client, question)
+        except httpx.ConnectError as error:
+            raise Refused(repr(error)) from None
+
+    async def _post(self, client: httpx.AsyncClient, question: Question) -> str:
         fields = question.sampling | {"model": self.model, "ignore_eos": question.ignore_eos}
         if question.kind == "grammar":
             return await self._http_call(client, question, fields)
         fields["prompt"] = list(question.prompt)
         if question.kind == "short":
             reply = await client.post(f"{URL}/completions", json=fields)
-            assert reply.status_code == 200, f"{reply.status_code} {reply.text}"
+            if reply.status_code != 200:
+                raise Refused(f"{reply.status_code} {reply.text}")
             whole: str = reply.json()["choices"][0]["text"]
             return whole
         return "".join([choice["text"] async for choice in _choices(client, "completions", fields)])
@@ -197,7 +246,8 @@ async def _choices(client: httpx.AsyncClient, path: str, fields: dict[str, Any])
     """Of a stream of one choice, which must come to its end."""
     done = False
     async with client.stream("POST", f"{URL}/{path}", json=fields | {"stream": True}) as reply:
-        assert reply.status_code == 200, f"{reply.status_code} {await reply.aread()!r}"
+        if reply.status_code != 200:
+            raise Refused(f"{reply.status_code} {await reply.aread()!r}")
         async for line in reply.aiter_lines():
             if not line.startswith("data: "):
                 continue
