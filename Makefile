@@ -18,7 +18,7 @@ PYTEST_FLAGS ?=
 VLLM_PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run env dev-env test lint types protos protos-check unit integration soak bench rdma test-rdma test-chart test-telemetry vm-if-possible images sbom lock clean
+.PHONY: help run env dev-env test lint types protos protos-check unit integration soak bench rdma test-rdma test-chart test-telemetry test-compose vm-if-possible images sbom lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -88,6 +88,9 @@ CHART_TOOLS := $(VENV)/chart-tools
 test-chart: dev-env ## the Helm chart: lint, render, validate, package (Linux on x86_64)
 	@$(BIN)/python tools/chart_tools.py $(CHART_TOOLS) || { status=$$?; [ $$status = 77 ] && exit 0; exit $$status; }
 	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_FLAGS) tests/chart
+
+test-compose: dev-env ## every CPU image is built, docker-compose.yml is started, and parts of it are killed
+	@PYTEST_ADDOPTS="$(PYTEST_FLAGS)" tests/compose/run.sh $(BIN)/python
 
 test-telemetry: dev-env ## dashboards, rules and traces on a mesh under load (Prometheus; Debian installs it as root)
 	@PYTEST_ADDOPTS="$(PYTEST_FLAGS)" tests/telemetry/run.sh $(BIN)/python

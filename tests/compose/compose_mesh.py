@@ -262,6 +262,7 @@ def project_settings(http_port: int, grpc_port: int, extra: Sequence[tuple[str, 
         "KVMESH_KV_MEMORY_BYTES": str(128 << 20),
         "KVMESH_HEALTH_INTERVAL": "2s",
         "KVMESH_HEAL_WAIT_S": "90",
+        "KVMESH_DECODE_PREFILL_TIMEOUT_S": "10",
         "KVMESH_LOG_FORMAT": "text",
         **dict(extra),
     }
