@@ -18,6 +18,7 @@ from kvmesh.store.client import RedisStore
 from kvmesh.store.fair import FairStore
 from kvmesh.store.flights import FlightStore
 from services.gateway import static
+from services.gateway.access import AccessRules
 from services.gateway.fleet import Fleet
 from services.gateway.flights import Flights
 from services.gateway.flights.view import SharedGenerations
@@ -139,6 +140,7 @@ class Gateway:
             heals=self.heals,
             fleet=self.fleet,
             limiter=self.limits,
+            access=AccessRules(settings.access_log, settings.log_prompts, settings.log_prompts_chars),
             tallies=Tallies(
                 settings.slo_ttft_ms / 1e3,
                 settings.slo_tpot_ms / 1e3,

@@ -17,9 +17,10 @@ from kvmesh.errors import Cancelled, DeadlineExceeded, KvmeshError, NotFound
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.credentials import Credentials, Principal
 from kvmesh.rpc.limits import RequestLimits
-from kvmesh.telemetry import names, tracing
+from kvmesh.telemetry import about, names, tracing
 from services.gateway import embed as embedding
 from services.gateway import validate
+from services.gateway.access import AccessLine, AccessRules
 from services.gateway.fleet import Fleet
 from services.gateway.heals import Heals
 from services.gateway.limits.contract import Limiter, LimitState
@@ -70,6 +71,7 @@ class Front:
     shadows: Shadows | None = None
     peers: Peers | None = None
     tallies: Tallies = field(default_factory=Tallies)
+    access: AccessRules = field(default_factory=AccessRules)
     begun: asyncio.Event | None = None
     """Where it is given, requests wait for it before anything else."""
 
@@ -83,14 +85,19 @@ class Front:
         remaining_s: float | None = None,
     ) -> None:
         """Serve it to its end. `request_id`: the client's own or a fresh one. `remaining_s`: of the call's deadline."""
-        tally = self.tallies.begin(principal.tenant)
-        try:
-            await self._run(principal, request, caller, request_id, remaining_s, tally)
-        except KvmeshError as error:
-            tally.failed(error)
-            raise
-        finally:
-            tally.left()
+        operation = "chat" if isinstance(request, pb.ChatRequest) else "text_completion"
+        line = AccessLine(self.access, operation, principal.tenant, request.model)
+        tally = self.tallies.begin(principal.tenant, line)
+        with about.of_request(request_id):
+            try:
+                line.said(request)
+                await self._run(principal, request, caller, request_id, remaining_s, tally, line)
+            except KvmeshError as error:
+                tally.failed(error)
+                raise
+            finally:
+                tally.left()
+                line.write()
 
     async def _run(
         self,
@@ -100,8 +107,9 @@ class Front:
         request_id: str,
         remaining_s: float | None,
         tally: Tally,
+        line: AccessLine,
     ) -> None:
-        operation = "chat" if isinstance(request, pb.ChatRequest) else "text_completion"
+        operation = line.operation
         self.preparer.check(request, principal)
         limits = request_limits(request.limits, self.rules, remaining_s)
 
@@ -110,6 +118,7 @@ class Front:
                 await caller.send(event)
             except Exception as exc:
                 raise ClientGone from exc
+            line.sent(event)
 
         running = Request(
             self.request_settings,
@@ -136,6 +145,7 @@ class Front:
                         await _in_time(limits, self.begun.wait())
                     job = await _in_time(limits, self.preparer.job(request, principal, request_id, limits))
                     span.set_attribute(names.GEN_AI_RESPONSE_MODEL, job.served)
+                    line.model, line.inner_id = job.served, job.inner_id
                     observer = Observer(span, operation, job.served, running.started, tally)
                     hold = await _in_time(limits, self.limiter.take(principal, job, running.stop))
                     try:

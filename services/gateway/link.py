@@ -19,7 +19,7 @@ from kvmesh.rpc.auth import tenant_metadata
 from kvmesh.rpc.channel import MeshChannel, cancelling
 from kvmesh.rpc.status import from_rpc_error
 from kvmesh.rpc.tasks import BackgroundTasks
-from kvmesh.telemetry import metrics, names
+from kvmesh.telemetry import about, metrics, names
 from services.gateway.breaker import Breaker
 from services.gateway.demux import Demux, Key
 from services.gateway.inbox import Inbox
@@ -203,7 +203,8 @@ class WorkerLink:
             except grpc.aio.AioRpcError as exc:
                 if not self.open:
                     return  # The worker aborts everything of a gateway whose stream has ended.
-                log.warning("abort of %s on %s failed: %s", key[0], self.info.worker_id, exc.code().name)
+                told = about.about(key[0])
+                log.warning("abort on %s failed: %s", self.info.worker_id, exc.code().name, extra=told)
                 await asyncio.sleep(0.05 * 2**attempt)
 
     def _stray(self, key: Key) -> None:

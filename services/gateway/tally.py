@@ -15,6 +15,7 @@ from pathlib import Path
 from kvmesh.errors import KvmeshError
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.telemetry import metrics, names
+from services.gateway.access import AccessLine
 
 OTHER = "other"
 OUTCOMES = ("good", "late_first_token", "slow_tokens", "failed")
@@ -108,13 +109,13 @@ class Tallies:
         """A model is served now: its series begin at 0."""
         metrics.at_zero(names.SLO_REQUESTS, model, OUTCOMES)
 
-    def begin(self, tenant: str) -> Tally:
-        """A request of this tenant has come."""
+    def begin(self, tenant: str, line: AccessLine | None = None) -> Tally:
+        """A request of this tenant has come; `line` is told what becomes of it."""
         label = self._names.label(tenant)
         series = self._tenants.get(label)
         if series is None:
             series = self._tenants[label] = _Tenant(label)
-        return Tally(self, series)
+        return Tally(self, series, line)
 
     def judge(self, model: str, ttft_s: float | None, tpot_s: float) -> None:
         """A request went well: in time or not. One without a token (max_tokens reached by its prompt) was in time."""
@@ -128,16 +129,19 @@ class Tallies:
 class Tally:
     """One request's part. The first end counts."""
 
-    __slots__ = ("_ended", "_series", "_tallies")
+    __slots__ = ("_ended", "_line", "_series", "_tallies")
 
-    def __init__(self, tallies: Tallies, series: _Tenant) -> None:
+    def __init__(self, tallies: Tallies, series: _Tenant, line: AccessLine | None) -> None:
         self._tallies = tallies
+        self._line = line
         self._series = series
         self._ended = False
 
     def first_token(self, ttft_s: float) -> None:
         """It reached the client."""
         self._series.ttft.observe(ttft_s)
+        if self._line is not None:
+            self._line.ttft_ms = ttft_s * 1e3
 
     def used(self, usage: pb.Usage) -> None:
         """At the end, whatever that was."""
@@ -145,6 +149,8 @@ class Tally:
         tokens["prompt"].inc(usage.prompt_tokens)
         tokens["completion"].inc(usage.completion_tokens)
         tokens["cached"].inc(usage.cached_tokens)
+        if self._line is not None:
+            self._line.usage = usage
 
     def finished(self, model: str, ttft_s: float | None, tpot_s: float) -> None:
         """It went well. `tpot_s`: seconds a token after the first, of the slowest choice."""
@@ -157,7 +163,8 @@ class Tally:
         if self._ended:
             return
         reason = error.reason
-        self._end("cancelled" if reason == "CANCELLED" else "refused" if reason in names.REFUSALS else "failed")
+        outcome = "cancelled" if reason == "CANCELLED" else "refused" if reason in names.REFUSALS else "failed"
+        self._end(outcome, reason)
         if model and reason not in _OWN_FAULT:
             metrics.counter(names.SLO_REQUESTS).labels(model, "failed").inc()
 
@@ -166,6 +173,8 @@ class Tally:
         if not self._ended:
             self._end("cancelled")
 
-    def _end(self, outcome: str) -> None:
+    def _end(self, outcome: str, reason: str = "") -> None:
         self._ended = True
+        if self._line is not None:
+            self._line.outcome, self._line.reason = outcome, reason
         self._series.outcomes[outcome].inc()

@@ -189,6 +189,13 @@ class GatewaySettings(ServiceSettings):
     slo_tpot_ms: float = Field(
         default=100.0, gt=0, le=60_000, description="Milliseconds a token after it of a good request."
     )
+    access_log: bool = Field(default=True, description="Log a line for each request at its end, at level info.")
+    log_prompts: bool = Field(
+        default=False, description="With prompts and outputs in these lines. Whoever reads the logs reads them."
+    )
+    log_prompts_chars: int = Field(
+        default=1000, ge=1, le=100_000, description="Characters of a prompt and of an output that are logged at most."
+    )
     metrics_tenants: int = Field(
         default=100, ge=0, le=10_000, description='Tenants that have metrics of their own; the others are "other".'
     )

@@ -1,4 +1,5 @@
-"""Logs on stderr, as text for people or JSON for machines, each line with the service and the trace it belongs to.
+"""Logs on stderr, as text for people or JSON for machines, each line with the service, and with the request and the
+trace that it belongs to (`about`). What repeats too often is left out (`flood`).
 
 `redact` runs over every rendered line, so that a credential that slips into a message does not reach the disk.
 """
@@ -12,7 +13,8 @@ import sys
 import time
 from typing import Any, Literal, TextIO
 
-from opentelemetry import trace
+from kvmesh.telemetry import about
+from kvmesh.telemetry.flood import FloodGate
 
 _SECRETS = (
     (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{6,}"), r"\1 [redacted]"),
@@ -27,7 +29,7 @@ _SECRETS = (
     ),
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S), "[redacted]"),
 )
-_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", about.REQUEST_ID}
 MAX_MESSAGE_CHARS = 16384
 
 
@@ -36,13 +38,6 @@ def redact(text: str) -> str:
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
-
-
-def _trace_ids() -> tuple[str, str]:
-    context = trace.get_current_span().get_span_context()
-    if not context.is_valid:
-        return "", ""
-    return trace.format_trace_id(context.trace_id), trace.format_span_id(context.span_id)
 
 
 def _extras(record: logging.LogRecord) -> dict[str, Any]:
@@ -72,7 +67,9 @@ class TextFormatter(_Formatter):
         line = f"{clock}.{int(record.msecs):03d} {record.levelname:<7} {self.service} {record.name}: {message}"
         for key, value in _extras(record).items():
             line += " " + redact(f"{key}={value}").replace("\n", "\\n")
-        trace_id, _ = _trace_ids()
+        request_id, trace_id, _ = about.ids(record)
+        if request_id:
+            line += f" request={redact(request_id)}".replace("\n", "\\n")
         if trace_id:
             line += f" trace={trace_id}"
         stack = self._stack(record)
@@ -80,7 +77,8 @@ class TextFormatter(_Formatter):
 
 
 class JsonFormatter(_Formatter):
-    """One JSON object a line: time (RFC 3339, UTC), level, service, instance, logger, message, trace_id, span_id, …"""
+    """One JSON object a line: time (RFC 3339, UTC), level, service, instance, logger, message, and of a request its
+    request_id, trace_id, span_id."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -92,7 +90,9 @@ class JsonFormatter(_Formatter):
             "logger": record.name,
             "message": self._message(record),
         }
-        trace_id, span_id = _trace_ids()
+        request_id, trace_id, span_id = about.ids(record)
+        if request_id:
+            entry[about.REQUEST_ID] = redact(request_id)
         if trace_id:
             entry["trace_id"], entry["span_id"] = trace_id, span_id
         for key, value in _extras(record).items():
@@ -119,6 +119,7 @@ def setup_logs(
         root.removeHandler(old)
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter((JsonFormatter if fmt == "json" else TextFormatter)(service, instance))
+    handler.addFilter(FloodGate())
     root.addHandler(handler)
     root.setLevel(level.upper())
     for noisy in ("asyncio", "urllib3", "opentelemetry", "grpc"):

@@ -19,7 +19,7 @@ from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.proto.v1 import engine_pb2_grpc, inference_pb2
 from kvmesh.rpc.auth import ServicerContext, tenant_from
 from kvmesh.rpc.limits import RequestLimits
-from kvmesh.telemetry import names, tracing
+from kvmesh.telemetry import about, names, tracing
 
 # More targets than this are never tried: each costs time that the request does not have.
 MAX_TARGETS = 8
@@ -97,7 +97,8 @@ class DecodeService(engine_pb2_grpc.DecodeServicer):
             on_done=self.requests.done,
         )
         try:
-            self.requests.add(accepted)
+            with about.of_request(key.request_id):
+                self.requests.add(accepted)
         except BaseException:
             span.end()
             raise

@@ -34,7 +34,7 @@ from kvmesh.kv.hashing import request_seed
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.proto.v1 import engine_pb2_grpc, kvtransfer_pb2
 from kvmesh.rpc.auth import ServicerContext, tenant_from
-from kvmesh.telemetry import names, tracing
+from kvmesh.telemetry import about, names, tracing
 from kvmesh.transfer.client import SidecarClient
 from kvmesh.transfer.descriptor import (
     DescriptorLimits,
@@ -153,7 +153,10 @@ class PrefillService(engine_pb2_grpc.PrefillServicer):
         engine_request = _engine_request(ctx, request, run.key, context.time_remaining())
         ctx.core.check(engine_request)
         await ctx.at_step(RequestStep.RUN_RECEIVED, run.public)
-        with tracing.span(names.SPAN_ENGINE_PREFILL, attributes=_attributes(ctx, request, tenant)) as span:
+        with (
+            about.of_request(request.request_id),
+            tracing.span(names.SPAN_ENGINE_PREFILL, attributes=_attributes(ctx, request, tenant)) as span,
+        ):
             self._submit(ctx, run, engine_request)
             if self._on_seen is not None:
                 self._on_seen(request.request_id)

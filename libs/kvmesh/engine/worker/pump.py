@@ -8,6 +8,7 @@ import threading
 from typing import Protocol
 
 from kvmesh.engine.events import CoreEvent, Ended, RequestKey, StepDone
+from kvmesh.telemetry import about
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ class EventPump:
             try:
                 sink.on_event(event)
             except Exception:
-                log.exception("handling %s of %s failed", type(event).__name__, event.key)
+                told = about.about(event.key.request_id.partition("\0")[0], getattr(sink, "span", None))
+                log.exception("handling %s failed", type(event).__name__, extra=told)
         if last_load is not None:
             for load_sink in self._load_sinks:
                 load_sink.on_step(last_load)

@@ -30,7 +30,7 @@ from kvmesh.engine.worker.tail import ExposedTail
 from kvmesh.errors import Cancelled, DeadlineExceeded, KvmeshError, TransferFailed
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.rpc.limits import Deadline
-from kvmesh.telemetry import names, tracing
+from kvmesh.telemetry import about, names, tracing
 from kvmesh.transfer.client import SidecarClient
 from kvmesh.transfer.descriptor import build_descriptor, slot_bytes
 from kvmesh.transfer.handles import SlotHandle, SlotResult
@@ -69,7 +69,10 @@ class RemotePrefill:
 
     async def run(self) -> None:
         """Ends with kv_ready or prefill_here; raises CancelledError where the request ended meanwhile."""
-        with tracing.span(names.SPAN_DECODE_REMOTE_PREFILL, parent=self._request.trace_context()):
+        with (
+            about.of_request(self._key.request_id),
+            tracing.span(names.SPAN_DECODE_REMOTE_PREFILL, parent=self._request.trace_context()),
+        ):
             try:
                 await self._fetch()
             except Exception:

@@ -24,7 +24,7 @@ from kvmesh.grammar.source import GrammarSource
 from kvmesh.proto.v1 import engine_pb2 as pb
 from kvmesh.rpc.limits import RequestLimits
 from kvmesh.rpc.status import public_error
-from kvmesh.telemetry import names, tracing
+from kvmesh.telemetry import about, names, tracing
 from kvmesh.transfer.handles import SlotResult
 
 log = logging.getLogger(__name__)
@@ -148,6 +148,11 @@ class DecodeRequest:
         """The prompt's KV came from `target`."""
         self._remote = (target.worker_id or target.address, result)
 
+    @property
+    def span(self) -> Span:
+        """Its own, from Submit to the terminal."""
+        return self._span
+
     def trace_context(self) -> Context:
         """Parent for spans of this request's own work."""
         return trace.set_span_in_context(self._span, Context())
@@ -229,6 +234,9 @@ class DecodeRequest:
             end.error.CopyFrom(error_proto(public))
             self.ctx.meters.failed(usage, e2e, public.reason)
             tracing.mark_failed(self._span, public.reason)
+            if public.reason not in names.LEAVINGS:
+                told = about.about(self.key.request_id, self._span)
+                log.warning("attempt %d failed: %s", self.key.attempt, public.reason, extra=told)
         self.stream.end(end)
         self._phases()
         self._span.end()

@@ -18,7 +18,7 @@ from kvmesh.errors import Cancelled, DataLoss, Internal, InvalidArgument, Kvmesh
 from kvmesh.kv.layout import KvLayout
 from kvmesh.proto.v1 import kvtransfer_pb2 as pb
 from kvmesh.rpc import BackgroundTasks
-from kvmesh.telemetry import metrics, names, tracing
+from kvmesh.telemetry import about, metrics, names, tracing
 from kvmesh.transfer.descriptor import (
     MAX_ID_CHARS,
     DescriptorLimits,
@@ -35,6 +35,7 @@ from kvmesh.transfer.sidecar.contracts import Counters, Host
 from kvmesh.transfer.sidecar.incoming import IncomingLinks, InLink
 from kvmesh.transfer.sidecar.outgoing import OutgoingLinks
 from kvmesh.transfer.sidecar.outlink import OutTransfer
+from kvmesh.transfer.sidecar.stream import error_type
 from kvmesh.transfer.slots import AskDrain, Completed, Drained, Event, Failed, Slot, SlotState, SlotTable
 from kvmesh.transfer.tail import rows_from_proto, tail_bytes, tails_from_proto
 from kvmesh.transfer.transports.base import EngineMemory, GrantedPages
@@ -379,13 +380,15 @@ class EngineSession:
         self._end_span(slot, transport, "")
 
     def _fail(self, slot: Slot, transport: str) -> None:
-        log.warning("slot %d generation %d failed: %s", slot.slot, slot.generation, slot.reason)
+        assert isinstance(slot.context, SlotContext)
+        told = about.about(slot.context.request_id, slot.context.span)
+        log.warning("slot %d generation %d failed: %s", slot.slot, slot.generation, slot.reason, extra=told)
         self.tell(
             pb.SidecarMessage(
                 slot_failed=pb.SlotFailed(slot=slot.slot, generation=slot.generation, reason=slot.reason[:1000])
             )
         )
-        self._end_span(slot, transport, "TransferFailed")
+        self._end_span(slot, transport, error_type(slot.reason))
 
     def _end_span(self, slot: Slot, transport: str, error: str) -> None:
         assert isinstance(slot.context, SlotContext)

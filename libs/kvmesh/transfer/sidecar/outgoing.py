@@ -19,7 +19,7 @@ from kvmesh.telemetry import metrics, names, tracing
 from kvmesh.transfer.sends import Send, SendDone, SendEvent
 from kvmesh.transfer.sidecar.contracts import Host, Session
 from kvmesh.transfer.sidecar.outlink import LinkKey, OutLink, OutTransfer, open_peer
-from kvmesh.transfer.sidecar.stream import short
+from kvmesh.transfer.sidecar.stream import error_type, short
 from kvmesh.transfer.transports.base import Outbound
 from kvmesh.transfer.wire import PROTOCOL
 
@@ -158,7 +158,8 @@ class OutgoingLinks:
                 link.send(pb.PeerRequest(drained=pb.Drained(slot=transfer.slot, generation=transfer.generation)))
             else:
                 link.fail(transfer, event.send.reason)
-            tracing.mark_failed(transfer.span, "TransferFailed")
+            # Why a destination aborted is its own to tell.
+            tracing.mark_failed(transfer.span, "CANCELLED" if event.send.by_peer else error_type(event.send.reason))
         link.bytes += event.send.written
         metrics.counter(names.TRANSFER_BYTES).labels(link.transport, "out").inc(event.send.written)
         metrics.counter(names.TRANSFER_WRITES).labels(link.transport).inc(event.send.runs)

@@ -20,6 +20,10 @@ In = TypeVar("In", pb.PeerRequest, pb.PeerResponse)
 MAX_OUTBOX = 1 << 16
 
 
+GIVEN_UP = frozenset({"cancelled", "prefill was given up", "the request ended while its slot was opened"})
+"""What engines say when a request is over before its transfer."""
+
+
 class LeaseExpired(Unavailable):
     """The peer was silent for a lease."""
 
@@ -85,6 +89,11 @@ async def first_of(*tasks: asyncio.Task[object]) -> None:
         error = task.exception() if not task.cancelled() else None
         if error is not None:
             raise error
+
+
+def error_type(reason: str) -> str:
+    """`error.type` of a transfer that ended for this reason: nothing failed where nobody wants it any more."""
+    return "CANCELLED" if reason in GIVEN_UP else "TransferFailed"
 
 
 def short(error: BaseException) -> str:
