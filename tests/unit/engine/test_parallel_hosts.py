@@ -29,7 +29,7 @@ from kvmesh.engine.parallel.hosts import GroupPlan, Hosts
 from kvmesh.engine.parallel.network import interface_of, name_interface, own_address
 from kvmesh.engine.parallel.ranks import RankGroup
 from kvmesh.engine.parallel.slots import SLOT_BYTES
-from kvmesh.engine.parallel.wire import Kind, recv_frame
+from kvmesh.engine.parallel.wire import Kind, recv_frame, send_note
 from kvmesh.errors import DataLoss, DeadlineExceeded, FailedPrecondition, KvmeshError, Unauthenticated, Unavailable
 from kvmesh.kv.pidfd import open_pidfd, wait_exit
 from kvmesh.rpc.auth import MeshToken
@@ -219,6 +219,8 @@ NONSENSE = (
     _note(Kind.ENTER, {}),
     _note(Kind.ATTACH, {}),
     _note(Kind.ATTACH, {"session": "0" * 32, "rank": 2}),
+    _note(Kind.ATTACH, {"session": "\u00e9", "rank": [2]}),
+    struct.pack("<IB3x", 60_000, Kind.ENTER) + b"[" * 60_000,
     _note(Kind.WELCOME, {}),
     _note(Kind.ENTER, {"facts": FACTS, "setup": {}}),
     _note(Kind.ENTER, {"host": 1, "facts": FACTS, "setup": {"model": 1}}),
@@ -242,6 +244,36 @@ def test_a_member_that_talks_nonsense_is_refused_before_anything_is_taken(token:
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10
         Side(lead.port, token).join()
         lead.start()
+
+
+@pytest.mark.parametrize(
+    ("kind", "note"),
+    [
+        (Kind.RANKS, {"pids": [1, "2"]}),
+        (Kind.RANKS, {"pids": [1]}),
+        (Kind.EXITED, {"rank": [], "code": 1}),
+        (Kind.EXITED, {"rank": 2}),
+        (Kind.STEP, {}),
+    ],
+)
+def test_an_agent_that_talks_nonsense_later_is_dropped(
+    token: MeshToken, caplog: pytest.LogCaptureFixture, kind: Kind, note: dict[str, Any]
+) -> None:
+    setup = {"model": "m", "threads": 1, "logs": {}, "address": "127.0.0.1"}
+    hosts = Hosts(plan_of(), "127.0.0.1:0", token)
+    try:
+        with socket.create_connection(("127.0.0.1", hosts.port), WAIT_S) as sock:
+            enter(sock, token, WAIT_S)
+            sock.settimeout(WAIT_S)
+            send_note(sock, Kind.ENTER, {"host": 1, "facts": FACTS, "setup": setup})
+            welcome = recv_frame(sock)
+            assert welcome is not None
+            assert welcome.kind is Kind.WELCOME
+            send_note(sock, kind, note)
+            assert recv_frame(sock) is None
+        assert "has left before all were there" in caplog.text
+    finally:
+        hosts.close()
 
 
 def test_what_answers_is_no_leader(token: MeshToken, tmp_path: Path) -> None:

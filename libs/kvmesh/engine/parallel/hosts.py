@@ -75,7 +75,7 @@ class _Host:
     pids: list[int] = field(default_factory=list)
     processes: dict[int, RemoteProcess] = field(default_factory=dict)
     sending: threading.Lock = field(default_factory=threading.Lock)
-    ended: str = ""
+    told_of_end: bool = False
 
     @property
     def name(self) -> str:
@@ -251,10 +251,10 @@ class Hosts:
         return host
 
     def _attach(self, sock: socket.socket, note: Mapping[str, Any]) -> None:
-        session, rank = str(note.get("session", "")), note.get("rank")
+        session, rank = str(note.get("session", "")).encode(), note.get("rank")
         watch_peer(sock, self.plan.timeout_s)
         with self._changed:
-            host = next((h for h in self._hosts.values() if secrets.compare_digest(h.session, session)), None)
+            host = next((h for h in self._hosts.values() if secrets.compare_digest(h.session.encode(), session)), None)
             if host is None or self._complete:
                 raise Unavailable("it is a rank of no host that is here")
             if not isinstance(rank, int) or rank not in self.plan.ranks(host.number) or rank in host.socks:
@@ -286,21 +286,24 @@ class Hosts:
             log.warning("%s has left before all were there: %s", host.name, why)
             host.close()
         elif not self._closing:
-            self.on_lost(f"{host.name} is gone: its agent {why}", bool(host.ended))
+            self.on_lost(f"{host.name} is gone: its agent {why}", host.told_of_end)
 
     def _heard(self, host: _Host, frame: Frame) -> None:
         if frame.kind is Kind.RANKS:
             pids = frame.note().get("pids")
-            if not isinstance(pids, list) or len(pids) != self.plan.ranks_per_host or host.pids:
+            right = isinstance(pids, list) and all(isinstance(pid, int) for pid in pids)
+            if not right or len(pids) != self.plan.ranks_per_host or host.pids:
                 raise DataLoss("RANKS is malformed")
             with self._changed:
-                host.pids = [int(pid) for pid in pids]
+                host.pids = list(pids)
                 self._changed.notify_all()
         elif frame.kind is Kind.EXITED:
-            note = frame.note()
-            host.ended = f"rank {note.get('rank')} ended with code {note.get('code')}"
-            if (process := host.processes.get(note.get("rank", -1))) is not None:
-                process.settle(int(note.get("code", 1)))
+            rank, code = frame.note().get("rank"), frame.note().get("code")
+            if not isinstance(rank, int) or not isinstance(code, int):
+                raise DataLoss("EXITED is malformed")
+            host.told_of_end = True
+            if (process := host.processes.get(rank)) is not None:
+                process.settle(code)
         elif frame.kind is Kind.LEAVING:
             log.warning("%s is told to stop", host.name)
             if self._complete:

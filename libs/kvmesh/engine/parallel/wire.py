@@ -76,7 +76,7 @@ class Frame(NamedTuple):
         """The body as a JSON object. Raises DataLoss."""
         try:
             value = json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             raise DataLoss(f"{self.kind.name} is no JSON object")
