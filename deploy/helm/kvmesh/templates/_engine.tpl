@@ -68,14 +68,14 @@ kvmesh.io/revision: {{ . | quote }}
 {{- join "," $targets -}}
 {{- end -}}
 
-{{/* The pod template of an engine: root, name, and for a host of several: env (further variables of the engine), and
-     rank ("leader", "worker" or ""): a worker serves nobody, so it has no sidecar and no probes of ours. */}}
+{{/* The pod template of an engine: root, name, and for a host of several: env (further variables of the engine). Every
+     host serves health and metrics. */}}
 {{- define "kvmesh.enginePodTemplate" -}}
 {{- $root := .root -}}
 {{- $engine := include "kvmesh.engine" . | fromYaml -}}
 {{- $model := include "kvmesh.engineModel" (dict "root" $root "engine" $engine) | fromYaml -}}
 {{- $ctx := dict "root" $root "component" .name "engine" $engine "values" $engine "model" $model "member" "engine" "tmpOnDisk" (or (eq $engine.device "cuda") (eq $model.source.type "init")) -}}
-{{- $sidecar := and (include "kvmesh.engineHasSidecar" $ctx) (ne (.rank | default "") "worker") -}}
+{{- $sidecar := include "kvmesh.engineHasSidecar" $ctx -}}
 {{- $native := include "kvmesh.nativeSidecar" $root -}}
 metadata:
   labels:
@@ -99,7 +99,7 @@ spec:
     {{- end }}
   {{- end }}
   containers:
-    {{- include "kvmesh.engineContainer" (merge (dict "moreEnv" .env "rank" (.rank | default "") "sidecar" $sidecar) $ctx) | nindent 4 }}
+    {{- include "kvmesh.engineContainer" (merge (dict "moreEnv" .env "sidecar" $sidecar) $ctx) | nindent 4 }}
     {{- if and $sidecar (not $native) }}
     {{- include "kvmesh.sidecarContainer" $ctx | nindent 4 }}
     {{- end }}
@@ -182,9 +182,7 @@ spec:
   ports:
     - { name: grpc, containerPort: {{ $port }} }
     - { name: metrics, containerPort: 9090 }
-  {{- if ne .rank "worker" }}
   {{- include "kvmesh.probes" (dict "root" .root "tls" (include "kvmesh.servesTls" .) "port" $port "ready" "kvmesh.v1.Engine" "startup" "kvmesh.v1.Engine" "startupSeconds" $engine.startupSeconds) | nindent 2 }}
-  {{- end }}
   {{- with include "kvmesh.preStop" (dict "root" .root "seconds" $engine.preStopSeconds) | trim }}
   {{- . | nindent 2 }}
   {{- end }}
