@@ -43,7 +43,9 @@ SETTINGS = {
     "decode.max_batch": "4",
     "decode.max_queue": "4",
     "decode.num_pages": "192",
+    # Waiting for a processor is no absence.
     "router.redis_timeout_ms": "5000",
+    "router.embed_timeout_ms": "5000",
     "router.semantic_threshold": "0.85",
     "router.shadow_rate": "0.01",
     "router.shadow_per_minute": "600",
@@ -218,8 +220,9 @@ class Load:
                 await self._ask(stranger, "who am I")
 
 
-async def kill_and_heal(loaded: Loaded, victim: str = "decode-0") -> list[int]:
-    """SIGKILL a decode worker in the middle of streams; every stream comes to its end. Returns heals by stream."""
+async def kill_and_heal(loaded: Loaded) -> list[int]:
+    """SIGKILL the decode worker with the most streams in their middle; every stream comes to its end. Returns heals by
+    stream."""
     begun = asyncio.Semaphore(0)
 
     async def one(client: Client, index: int) -> int:
@@ -236,5 +239,6 @@ async def kill_and_heal(loaded: Loaded, victim: str = "decode-0") -> list[int]:
         tasks = [group.create_task(one(client, index)) for index in range(6)]
         for _ in range(4):
             await begun.acquire()
-        loaded.mesh.kill(victim)
+        running = {name: (await loaded.mesh.load(name)).running for name in ("decode-0", "decode-1")}
+        loaded.mesh.kill(max(running, key=running.__getitem__))
     return [task.result() for task in tasks]

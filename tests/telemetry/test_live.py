@@ -27,6 +27,27 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SERVICES = {"gateway", "router", "decode", "prefill", "kvtransfer"}
 PATIENCE_S = 60.0
 
+# What the load is for: each of these grows, or the panels above would show nothing but zeros.
+TOUCHED = (
+    'kvmesh:cache_lookups_total{cache="exact",result="hit"}',
+    'kvmesh:cache_lookups_total{cache="semantic",result="hit"}',
+    'kvmesh:cache_lookups_total{cache="exact",result="follow"}',
+    'kvmesh:gateway_flights_total{role="lead"}',
+    'kvmesh:gateway_heals_total{outcome="ok"}',
+    'kvmesh:gateway_queue_time_seconds_count{priority="low"}',
+    'kvmesh:gateway_queue_time_seconds_count{priority="high"}',
+    'kvmesh:limits_refused_total{limit="requests_per_minute"}',
+    'kvmesh:auth_failures_total{cause="key"}',
+    'kvmesh:tenant_requests_total{outcome="cancelled"}',
+    'kvmesh:slo_requests_total{outcome="good"}',
+    'kvmesh:rpc_handled_total{method="POST /v1/chat/completions",code="200"}',
+    'kvmesh:rpc_handled_total{method="POST /v1/chat/completions",code="400"}',
+    'kvmesh:transfer_bytes_total{direction="in"}',
+    "kvmesh:transfer_exposed_seconds_count",
+    "kvmesh:prefix_cache_hits_total",
+    'kvmesh:router_placements_total{role="decode"}',
+)
+
 # What has no series in this mesh, each with its reason. Keys are parts of a query's place.
 EMPTY = {
     "kvmesh-router / Classes": "classes are off by default",
@@ -96,6 +117,10 @@ async def live(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
 
 async def test_every_panel_of_every_dashboard_shows_something(live: Live) -> None:
     await live.answered(panels())
+
+
+async def test_the_load_touches_what_is_measured(live: Live) -> None:
+    await live.answered(Query(series, f"sum({series}) > 0") for series in TOUCHED)
 
 
 async def test_every_variable_has_values(live: Live) -> None:
