@@ -12,6 +12,7 @@ this machine's own pip settings and given to the build through deploy/images/whe
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
 import platform
@@ -93,13 +94,38 @@ def build(service: str, options: argparse.Namespace) -> float:
     if options.push:
         command += ["--push"]
     began = time.monotonic()
-    docker(*command, ".", cwd=ROOT, env={**os.environ, "DOCKER_BUILDKIT": "1"})
+    environment = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
+    quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if options.jobs > 1 else {}
+    docker(*command, ".", cwd=ROOT, env=environment, **quiet)
     return time.monotonic() - began
 
 
+def build_all(options: argparse.Namespace) -> None:
+    """All of them, `jobs` at a time: stages that two have in common are built once whichever comes first."""
+    # The engines' and the sidecar's are the long ones.
+    order = sorted(options.services, key=lambda service: ("decode", "kvtransfer").count(service), reverse=True)
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        waiting = {pool.submit(build, service, options): service for service in order}
+        for done in concurrent.futures.as_completed(waiting):
+            try:
+                print(f"{name(waiting[done], options)}: built in {done.result():.0f} s", flush=True)
+            except subprocess.CalledProcessError:
+                for other in waiting:
+                    other.cancel()
+                raise
+
+
 def _size(image: str) -> int:
-    out = docker("image", "inspect", "--format", "{{.Size}}", image, capture_output=True).stdout
-    return int(out)
+    return int(docker("image", "inspect", "--format", "{{.Size}}", image, capture_output=True).stdout)
+
+
+def base(service: str, options: argparse.Namespace) -> str:
+    """The image's base, which is here afterwards: a builder that pulled it may have kept it to itself."""
+    given = [value for key, _, value in (item.partition("=") for item in options.build_arg) if key == "PYTHON_IMAGE"]
+    name = given[-1] if given else _dockerfile_arg(service, "PYTHON_IMAGE")
+    if subprocess.run(["docker", "image", "inspect", name], capture_output=True, check=False).returncode:
+        docker("pull", "--quiet", *(["--platform", options.platform] if options.platform else []), name)
+    return name
 
 
 def sizes(services: list[str], options: argparse.Namespace) -> bool:
@@ -107,9 +133,8 @@ def sizes(services: list[str], options: argparse.Namespace) -> bool:
     within = True
     print(f"{'image':40} {'added':>9} {'total':>9} {'limit':>9}")
     for service in services:
-        base = next((a for b in options.build_arg for k, _, a in [b.partition("=")] if k == "PYTHON_IMAGE"), "")
         total = _size(name(service, options))
-        added = total - _size(base or _dockerfile_arg(service, "PYTHON_IMAGE"))
+        added = total - _size(base(service, options))
         limit = None if options.variant == "cuda" and service in ENGINES else LIMITS[service]
         over = limit is not None and added > limit * 10**6
         within = within and not over
@@ -145,6 +170,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--source", default="", help="of the label: where the source lives")
     parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX") or TORCH_INDEX)
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--jobs", type=int, default=2, help="builds at a time; 1 shows their output as it comes")
     parser.add_argument("--sizes", action="store_true")
     parser.add_argument("--sbom", type=Path, metavar="FOLDER")
     options = parser.parse_args(arguments)
@@ -164,8 +190,7 @@ def main() -> int:
     if not options.sizes:
         if options.variant == "cpu" and set(options.services) & set(ENGINES):
             torch_wheel(options.torch_index)
-        for service in options.services:
-            print(f"{name(service, options)}: built in {build(service, options):.0f} s", flush=True)
+        build_all(options)
         if options.push:
             return 0  # an image for another platform need not be here
     return 0 if sizes(options.services, options) else 1
@@ -175,6 +200,8 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except subprocess.CalledProcessError as error:
-        sys.exit(f"docker {error.cmd[1]}: exit status {error.returncode}\n{(error.stderr or '')[-2000:]}")
+        sys.exit(
+            f"docker {error.cmd[1]}: exit status {error.returncode}\n{(error.stderr or error.stdout or '')[-4000:]}"
+        )
     except FileNotFoundError as error:
         sys.exit(f"{error.filename} is not installed")

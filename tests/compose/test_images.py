@@ -227,6 +227,28 @@ def test_starts_restricted_and_has_nothing_to_build_with(service: str) -> None:
     assert seen["torch"] == (service in ("prefill", "decode"))
 
 
+_LIBRARIES = """
+import ctypes, json, os
+from pathlib import Path
+broken = {}
+found = [p for p in Path("/opt/kvmesh/lib").rglob("*.so*") if p.is_file() and "torch" not in p.parts]
+for path in found:
+    try:
+        ctypes.CDLL(str(path), mode=os.RTLD_LAZY)
+    except OSError as error:
+        broken[path.name] = str(error)
+print(json.dumps([len(found), broken]))
+"""
+
+
+@built
+@pytest.mark.parametrize("service", ["gateway", "router", "decode", "kvtransfer"])
+def test_stripped_libraries_load(service: str) -> None:
+    found, broken = read(image(service), _LIBRARIES)
+    assert found > 20
+    assert broken == {}
+
+
 @built
 @pytest.mark.parametrize("service", ["decode", "kvtransfer"])
 def test_native_code_serves_without_a_compiler(service: str) -> None:
@@ -299,9 +321,9 @@ def saved() -> Iterator[Path]:
 @built
 def test_no_history_and_no_secret_in_the_layers(saved: Path) -> None:
     """Of the sidecar's layers, every file that an image's own layers hold: what a later layer hides counts too."""
-    own = len(inspect(image("kvtransfer"))["RootFS"]["Layers"]) - len(
-        inspect(load("tools/images.py")._dockerfile_arg("kvtransfer", "PYTHON_IMAGE"))["RootFS"]["Layers"]
-    )
+    images = load("tools/images.py")
+    base = inspect(images.base("kvtransfer", images.parse([])))
+    own = len(inspect(image("kvtransfer"))["RootFS"]["Layers"]) - len(base["RootFS"]["Layers"])
     looked = 0
     with tarfile.open(saved) as archive:
         manifest = json.load(archive.extractfile("manifest.json") or pytest.fail("no manifest"))
