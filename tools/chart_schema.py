@@ -18,6 +18,7 @@ from chart_shapes import (
     TEXT,
     Schema,
     integer,
+    keyed,
     loose,
     many,
     number,
@@ -45,7 +46,7 @@ PLACING = {
     "nodeSelector": ref("texts"),
     "tolerations": ref("objects"),
     "affinity": FREE,
-    "podAnnotations": ref("texts"),
+    "podAnnotations": ref("podAnnotations"),
     "podLabels": ref("labels"),
     "priorityClassName": ref("optionalName"),
 }
@@ -409,11 +410,7 @@ VALUES: dict[str, Schema] = {
     "gateway": GATEWAY,
     "router": ROUTER,
     "engineDefaults": table(ENGINE, (*OPTIONAL, "model", "runtimeClassName")),
-    "engines": {
-        "type": "object",
-        "propertyNames": {"pattern": r"^[a-z]([a-z0-9-]{0,14}[a-z0-9])?$", "not": {"enum": list(TAKEN)}},
-        "additionalProperties": ONE_ENGINE,
-    },
+    "engines": {**keyed({r"^[a-z]([a-z0-9-]{0,14}[a-z0-9])?$": ONE_ENGINE}), "properties": dict.fromkeys(TAKEN, False)},
     "kvtransfer": table(
         {
             "image": ref("image"),

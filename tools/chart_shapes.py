@@ -77,6 +77,11 @@ def where(key: str, value: Any, then: Schema) -> Schema:
     return {"if": {"properties": {key: {"const": value}}, "required": [key]}, "then": then}
 
 
+def keyed(patterns: dict[str, Any]) -> Schema:
+    """A map whose keys have a form; messages then say where a wrong one is, which `propertyNames` does not."""
+    return {"type": "object", "additionalProperties": False, "patternProperties": patterns}
+
+
 def secret(key: str = "name") -> Schema:
     """A secret and a key in it."""
     return table({key: ref("optionalName"), "key": ref("dataKey")})
@@ -129,18 +134,16 @@ DEFINITIONS: dict[str, Schema] = {
         )
     ),
     "texts": {"type": "object", "additionalProperties": TEXT},
-    "labels": {
-        "type": "object",
-        "propertyNames": {"pattern": f"^({NAME}/)?{LABEL}$"},
-        "additionalProperties": text(f"^({LABEL})?$"),
-    },
+    "podAnnotations": keyed({"": TEXT, r"^(kubectl\.kubernetes\.io/default-container$|checksum/)": False}),
+    # Labels and annotations that the chart gives itself are not for others.
+    "labels": keyed(
+        {f"^({NAME}/)?{LABEL}$": text(f"^({LABEL})?$"), r"^(app\.kubernetes\.io|helm\.sh|kvmesh\.io)/": False}
+    ),
     "objects": many(FREE),
     "setting": {"type": ["string", "number", "boolean", "null"]},
-    "settings": {
-        "type": "object",
-        "propertyNames": {"pattern": r"^[a-z][a-z0-9_]*$"},
-        "additionalProperties": {"anyOf": [ref("setting"), many(ref("setting")), ref("settings")]},
-    },
+    "settings": keyed(
+        {r"^[a-z][a-z0-9_]*$": {"anyOf": [ref("setting"), many(ref("setting")), ref("settings")]}}
+    ),
     "env": many(
         table({"name": text(r"^[A-Za-z_][A-Za-z0-9_.-]*$"), "value": TEXT, "valueFrom": FREE}, ("value", "valueFrom"))
     ),

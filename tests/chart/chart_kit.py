@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -81,9 +82,17 @@ def helm(*arguments: str | Path, text: str = "", timeout_s: float = 60.0) -> str
     return done.stdout
 
 
+_PAIR = re.compile(r"(?<!\\)((?:\\\\)*)\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})")
+
+
 def dump(values: Values) -> str:
-    """Values as a file: JSON is YAML."""
-    return json.dumps(values)
+    """Values as a file. JSON is YAML, but for characters that JSON writes as a pair of surrogates."""
+
+    def whole(match: re.Match[str]) -> str:
+        code = 0x10000 + ((int(match[2], 16) - 0xD800) << 10) + int(match[3], 16) - 0xDC00
+        return f"{match[1]}\\U{code:08x}"
+
+    return _PAIR.sub(whole, json.dumps(values))
 
 
 @functools.lru_cache(maxsize=256)
