@@ -227,16 +227,22 @@ def test_starts_restricted_and_has_nothing_to_build_with(service: str) -> None:
     assert seen["torch"] == (service in ("prefill", "decode"))
 
 
+# Libraries that a wheel brings find one another by their users' paths, so they load once a user has been loaded.
 _LIBRARIES = """
 import ctypes, json, os
 from pathlib import Path
-broken = {}
-found = [p for p in Path("/opt/kvmesh/lib").rglob("*.so*") if p.is_file() and "torch" not in p.parts]
-for path in found:
-    try:
-        ctypes.CDLL(str(path), mode=os.RTLD_LAZY)
-    except OSError as error:
-        broken[path.name] = str(error)
+found = {str(p) for p in Path("/opt/kvmesh/lib").rglob("*.so*") if p.is_file() and "torch" not in p.parts}
+broken = dict.fromkeys(found, "")
+while True:
+    before = set(broken)
+    for path in before:
+        try:
+            ctypes.CDLL(path, mode=os.RTLD_LAZY)
+            del broken[path]
+        except OSError as error:
+            broken[path] = str(error)
+    if set(broken) in (before, set()):
+        break
 print(json.dumps([len(found), broken]))
 """
 
