@@ -20,7 +20,6 @@ import re
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def torch_wheel(index: str) -> None:
     try:
         urllib.request.urlopen(urllib.request.Request(f"{index.rstrip('/')}/torch/", method="HEAD"), timeout=10).close()
         return
-    except (urllib.error.URLError, TimeoutError, OSError) as error:
+    except (OSError, ValueError) as error:
         print(f"{index} cannot be reached ({error}): looking for torch {version} where pip looks", flush=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--python-version", "3.11", "--only-binary", ":all:", "--dest", str(WHEELS), f"torch=={version}"]
@@ -175,6 +174,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sbom", type=Path, metavar="FOLDER")
     options = parser.parse_args(arguments)
     options.services = options.only.split(",")
+    options.torch_index = options.torch_index or TORCH_INDEX  # the Makefile's may be empty: PyPI's torch
     for service in options.services:
         if service not in LIMITS:
             parser.error(f"no service {service!r}; there are {', '.join(LIMITS)}")
