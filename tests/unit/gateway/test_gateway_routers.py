@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from typing import Any
+
 import pytest
 
+from gateway_fakes import FakeRouter
 from gateway_world import World, kinds, text_of
+from kvmesh.errors import Unavailable
+from kvmesh.proto.v1 import router_pb2
 from services.gateway import routers as module
 
 NAME = "dns:///routers.test:50052"
@@ -72,15 +78,25 @@ async def test_a_name_that_cannot_be_found_keeps_what_it_stood_for(world: World,
     assert [each.address for each in world.gateway.routers._replicas] == [router.address]
 
 
+class Mute(FakeRouter):
+    """It decides, and tells nothing of the fleet."""
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[router_pb2.WatchResponse]:
+        raise Unavailable("this router is stopping")
+        yield
+
+
 async def test_who_tells_nothing_of_the_fleet_is_asked_last(world: World) -> None:
     await world.worker()
-    routers = [await world.router(), await world.router()]
+    telling, mute = await world.router(), await Mute(world.workers).start()
+    world.routers.append(mute)
     await world.start()
-    await world.until(lambda: len(watched(world)) == 2)
-    silent = world.gateway.routers._replicas[0]
-    silent.watched = False
+    await world.until(lambda: watched(world) == {telling.address})
     for _ in range(4):
         await world.ask()
-    asked = {router.address: len(router.routes.items) for router in routers}
-    assert asked[silent.address] == 0
-    assert sum(asked.values()) == 4
+    assert (len(telling.routes.items), len(mute.routes.items)) == (4, 0)
+    # Where nobody else is, it is asked all the same.
+    await telling.stop()
+    events = await world.ask()
+    assert not events[-1].finished.served.degraded
+    assert mute.routes.items
