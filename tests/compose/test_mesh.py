@@ -278,11 +278,7 @@ class Load:
 
 def test_every_service_but_the_door_restarts_under_load(mesh: Mesh, record_property: Tell) -> None:
     """One container after the other, in good order (SIGTERM, its drain, start, healthy). No accepted request fails."""
-    order = (
-        ["router", "kvtransfer-prefill", "prefill", "decode", "kvtransfer-decode"]
-        if SOAK
-        else ["router", "prefill", "decode"]
-    )
+    order = ["router", "kvtransfer-prefill", "prefill", "decode", "kvtransfer-decode"] if SOAK else ["router", "decode"]
     two_decode_workers(mesh)
     with Load(mesh) as load:
         load.goes_on()
