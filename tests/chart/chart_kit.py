@@ -66,7 +66,7 @@ class Refused(Exception):
     """helm ended with an error; the text is what it said."""
 
 
-def helm(*arguments: str | Path, text: str = "", timeout_s: float = 60.0) -> str:
+def helm(*arguments: str | Path, text: str = "", timeout_s: float = 300.0) -> str:
     """Run helm without a cluster and without anybody's configuration; returns stdout. Raises Refused."""
     with tempfile.TemporaryDirectory() as home:
         done = subprocess.run(

@@ -65,7 +65,7 @@ def run(pod: Manifest, address: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **given, "ASK_ADDRESS": address, "PYTHONPATH": str(ROOT / "libs")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 

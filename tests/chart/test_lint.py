@@ -52,7 +52,7 @@ def test_the_package_is_whole(tmp_path: Path) -> None:
     assert {"Chart.yaml", "values.yaml", "values.schema.json", "README.md", "templates/NOTES.txt"} <= packed.keys()
     assert not [name for name in packed if name.startswith("ci/")]
     # Kubernetes keeps a release in a secret of at most 1 MiB, of which the chart is the most.
-    assert package.stat().st_size < 300_000
+    assert package.stat().st_size < 400_000
     rendered = helm("template", "mesh", package, "--namespace", "serving", "--kube-version", "1.35")
     assert rendered.count("kind: Deployment") >= 3
 
@@ -102,7 +102,7 @@ def test_kubectl_reads_the_workloads() -> None:
         input=text,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "KVMESH_GATEWAY_LISTEN=" in done.stdout
