@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import socket
 import struct
@@ -23,12 +24,21 @@ def _links() -> list[str]:
     return sorted(name for _, name in socket.if_nameindex())
 
 
+def _made() -> list[str]:
+    """Control groups and files that an engine makes outside of its folders."""
+    groups = [Path("/sys/fs/cgroup/docker"), *Path("/sys/fs/cgroup").glob("*/docker")]
+    files = [Path("/etc/docker/key.json"), Path("/etc/docker"), Path("/run/docker/plugins"), Path("/run/docker")]
+    files += [Path("/run/containerd/s"), Path("/run/containerd")]
+    return [str(path) for path in (*groups, *files) if path.exists()]
+
+
 def save() -> dict[str, object]:
     """The host's packet filter, forwarding and network links, as plain JSON."""
     return {
         "forward": {name: path.read_text().strip() for name, path in _FORWARD.items() if path.exists()},
         "filters": {name: _out(f"{name}-save") for name in _FILTERS},
         "links": _links(),
+        "made": _made(),
     }
 
 
@@ -44,11 +54,27 @@ def restore(saved: dict[str, object]) -> None:
     filters, forward = saved["filters"], saved["forward"]
     assert isinstance(filters, dict)
     assert isinstance(forward, dict)
+    made = saved["made"]
+    assert isinstance(made, list)
+    for path in map(Path, _made()):
+        if str(path) not in made:
+            _remove(path)
     for name, rules in filters.items():
         _restore_filter(name, rules)
     for name, value in forward.items():
         if _FORWARD[name].read_text().strip() != value:
             _FORWARD[name].write_text(value)
+
+
+def _remove(path: Path) -> None:
+    """A file, or folders that are empty: a control group is removed group by group, its files are the kernel's."""
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            path.unlink()
+            return
+        for folder in sorted((found for found in path.rglob("*") if found.is_dir()), reverse=True):
+            folder.rmdir()
+        path.rmdir()
 
 
 def _delete_bridge(name: str) -> None:

@@ -71,6 +71,7 @@ def test_up_and_down_leave_nothing(tmp_path: Path) -> None:
     assert after["links"] == before["links"]
     assert after["forward"] == before["forward"]
     assert _rules(after["filters"]) == _rules(before["filters"])
+    assert after["made"] == before["made"]
     assert seen["mounts"] == []
     assert seen["folder"] is False
 
