@@ -94,7 +94,7 @@ async def loaded_mesh(folder: Path, otlp_endpoint: str = "") -> AsyncIterator[Lo
     # On a thread: the command has an event loop of its own.
     credentials, keys = await asyncio.to_thread(make_keys, folder)
     program = folder / "program.json"
-    program.write_text(json.dumps({"eos_after": 24}))
+    program.write_text(json.dumps({"eos_after": 40}))
     options: dict[str, Any] = {
         "decode": 2,
         "embedder": "minilm",
@@ -109,7 +109,8 @@ async def loaded_mesh(folder: Path, otlp_endpoint: str = "") -> AsyncIterator[Lo
 
 
 class Load:
-    """Runs every part of the load, each over and over. `errors`: what a part could not do last."""
+    """Runs every part of the load, each over and over. `errors`: what a part could not do last.
+    `kinds`: how identical requests were answered."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
@@ -117,6 +118,7 @@ class Load:
         self._numbers = itertools.count()
         self.rounds: dict[str, int] = {}
         self.errors: dict[str, str] = {}
+        self.kinds: set[str] = set()
 
     def __repr__(self) -> str:
         return f"rounds {self.rounds}, errors {self.errors}"
@@ -188,10 +190,19 @@ class Load:
         ):
             await self._ask(acme, text, max_tokens=None, seed=None)
 
+    async def followed(self) -> None:
+        """Until one of some identical requests has followed another: on a busy machine the first may be over before the
+        second comes."""
+        async with self._parts() as parts, asyncio.timeout(60):
+            while "follow" not in self.kinds:
+                await self._try("flight", parts["flight"])
+
     async def _flight(self, acme: Client) -> None:
         """Identical requests at the same time."""
         text = f"identical {next(self._numbers)}"
-        await asyncio.gather(*(self._ask(acme, text) for _ in range(3)))
+        streams = [acme.chat([("user", text)], temperature=0.0, seed=7, cache="exact") for _ in range(4)]
+        await asyncio.gather(*(stream.result() for stream in streams))
+        self.kinds.update(stream.finished.served.cache for stream in streams if stream.finished is not None)
 
     async def _http(self, http: httpx.AsyncClient) -> None:
         """The other face of the gateway: a stream, and what it has to refuse."""

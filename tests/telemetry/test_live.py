@@ -103,6 +103,7 @@ async def live(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
         tracing.setup("client", otlp_endpoint=endpoint)
         try:
             await made.load.once()
+            await made.load.followed()
             made.heals = await kill_and_heal(loaded)
         finally:
             await asyncio.to_thread(tracing.shutdown, 30.0)
