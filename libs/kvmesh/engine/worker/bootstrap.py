@@ -291,6 +291,10 @@ class Worker:
             if self.ctx is not None:
                 self.ctx.core.drain()
                 self.ctx.core.abort_all(Unavailable(reason))
+                if not await self.requests.wait_idle(ABORT_S):
+                    # A step stands still: it waits for a host that is gone without a word.
+                    for request in self.requests.all():
+                        request.finish(Unavailable(reason), None)
             raise Unavailable(reason)
 
         self.service.tasks.spawn(end(), name="fatal")
