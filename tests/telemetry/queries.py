@@ -80,3 +80,9 @@ def autoscaling() -> Iterator[Query]:
     for path in sorted(SCALING.glob("*.yaml")):
         for expression in re.findall(r'printf "([^"]*kvmesh:[^"]*)"', path.read_text()):
             yield Query(f"{path.name}: {expression}", expression.replace("%s", 'job=~"kvmesh-.*"'))
+    adapter = SCALING.parents[1] / "files" / "prometheus-adapter.yaml"
+    for rule in (rule for rules in yaml.safe_load(adapter.read_text())["rules"].values() for rule in rules):
+        # What the adapter writes for its placeholders; here is neither namespace nor pod.
+        series = re.findall(r'__name__="([^"]+)"', rule["seriesQuery"])[0]
+        expression = rule["metricsQuery"].replace("<<.Series>>", series).replace("<<.GroupBy>>", "job")
+        yield Query(f"{adapter.name}: {series}", expression.replace("<<.LabelMatchers>>", 'job=~"kvmesh-.*"'))
