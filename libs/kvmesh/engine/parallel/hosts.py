@@ -291,8 +291,9 @@ class Hosts:
     def _heard(self, host: _Host, frame: Frame) -> None:
         if frame.kind is Kind.RANKS:
             pids = frame.note().get("pids")
-            right = isinstance(pids, list) and all(isinstance(pid, int) for pid in pids)
-            if not right or len(pids) != self.plan.ranks_per_host or host.pids:
+            if not isinstance(pids, list) or not all(isinstance(pid, int) for pid in pids):
+                raise DataLoss("RANKS is malformed")
+            if len(pids) != self.plan.ranks_per_host or host.pids:
                 raise DataLoss("RANKS is malformed")
             with self._changed:
                 host.pids = list(pids)
