@@ -74,13 +74,12 @@ async def build(context: ServiceContext[KvTransferSettings]) -> KvTransferServic
     """Make the sidecar and register its API. Raises KvmeshError where it cannot run here."""
     settings = context.settings
     if settings.engine_socket is None:
-        raise FailedPrecondition(
-            "--engine-socket is required: the Unix socket, or folder, where the engine registers"
-        )
+        raise FailedPrecondition("--engine-socket is required: the Unix socket, or folder, where the engine registers")
     options = SidecarOptions(
         sidecar_id=settings.instance_name,
         engine_socket=own_socket(settings.engine_socket),
         in_folder=is_folder(settings.engine_socket),
+        engine_group=settings.engine_group,
         open_channel=lambda address: open_inner_channel(address, settings, context.auth.token),
         transports=tuple(settings.transports),
         heartbeat_s=settings.heartbeat_s,

@@ -71,6 +71,17 @@ def test_root_is_asked_for_by_name_alone() -> None:
     }  # fmt: skip
 
 
+def test_a_sidecar_of_another_user_lets_its_engine_in() -> None:
+    """Its socket is its user's alone unless it is told the engine's group."""
+    for owner, pod in pods(ci_render("gpu-rdma")):
+        for container in containers(pod):
+            if container["name"] == "kvtransfer":
+                told = {item["name"]: item.get("value") for item in container["env"]}
+                other = container["securityContext"]["runAsUser"] != pod["spec"]["securityContext"]["runAsUser"]
+                group = str(pod["spec"]["securityContext"]["runAsGroup"])
+                assert told.get("KVMESH_KVTRANSFER_ENGINE_GROUP") == (group if other else None), label(owner)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_containers_have_resources_probes_and_images_of_one_version(name: str) -> None:
     for owner, pod in pods(ci_render(name)):

@@ -430,6 +430,12 @@ class KvTransferSettings(ServiceSettings):
         default=None,
         description="Unix socket on which the local engine registers; in a folder, one of a name of its own.",
     )
+    engine_group: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**32 - 1,
+        description="Group (a number) whose processes may open that socket too, where the engine is another user's.",
+    )
     transports: NameList = Field(
         default=["shm", "tcp"],
         min_length=1,

@@ -64,3 +64,12 @@ async def test_closing_in_the_pause_is_the_end(tmp_path: Path) -> None:
     assert pause.cancelled()
     assert server.fileno() < 0
     client.close()
+
+
+def test_a_socket_is_its_user_s_alone_or_a_group_s_too(tmp_path: Path) -> None:
+    for group, mode in ((None, 0o600), (os.getegid(), 0o660)):
+        path = tmp_path / f"door-{group}"
+        with listen_unix(path, group):
+            found = path.stat()
+            assert found.st_mode & 0o777 == mode
+            assert found.st_gid == os.getegid()

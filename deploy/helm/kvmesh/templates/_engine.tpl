@@ -230,6 +230,10 @@ spec:
       "engine_socket" "/run/kvtransfer/engine.sock"
       "tcp_listen_host" (ternary "::" "0.0.0.0" .root.Values.ipv6)
       "transports" (ternary $engine.rdma.transports $engine.kvtransfer.transports $engine.rdma.enabled)) -}}
+{{- if and $engine.rdma.enabled (ne (int $engine.rdma.runAsUser) 10001) -}}
+{{/* The engine is another user, of the same group. */}}
+{{- $_ := set $own "engine_group" 10001 -}}
+{{- end -}}
 {{- $defaults := include "kvmesh.sharedDefaults" (dict "root" .root "drainSeconds" 15) | fromYaml -}}
 - name: kvtransfer
   image: {{ include "kvmesh.image" (dict "root" .root "component" "kvtransfer" "image" $values.image) | quote }}

@@ -162,8 +162,9 @@ class EngineServer:
     async def start(self) -> None:
         """Listen. Raises FailedPrecondition (taken), OSError."""
         options = self._sidecar.options
-        listen = partial(publish, listen_unix) if options.in_folder else listen_unix
-        self._listener = Listener(listen(options.engine_socket), self._accept)
+        listen = partial(listen_unix, group=options.engine_group)
+        where = options.engine_socket
+        self._listener = Listener(publish(listen, where) if options.in_folder else listen(where), self._accept)
 
     def present(self) -> EngineName | None:
         """The engine that is registered and not ending."""

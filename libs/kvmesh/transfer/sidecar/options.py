@@ -23,13 +23,15 @@ from kvmesh.transfer.transports.verbs import VerbsOptions, VerbsTransport
 class SidecarOptions:
     """Times in seconds. rank_join_s: how long leader and ranks of an engine wait for one another. open_channel: a
     gRPC channel to another sidecar's control address. in_folder: engine_socket is a name of this life alone, beside
-    others'. tcp_advertise: the host that writers connect to, "" = `tcp_host`, or this machine's name where that is any.
-    tcp_streams, copy_threads: 0 = by cores. doorbell: see the watcher."""
+    others'. engine_group: a group whose processes may open it too. tcp_advertise: the host that writers connect to,
+    "" = `tcp_host`, or this machine's name where that is any. tcp_streams, copy_threads: 0 = by cores. doorbell: see the
+    watcher."""
 
     sidecar_id: str
     engine_socket: Path
     open_channel: Callable[[str], MeshChannel]
     in_folder: bool = False
+    engine_group: int | None = None
     transports: tuple[str, ...] = ("shm", "tcp")
     heartbeat_s: float = 1.0
     lease_s: float = 5.0

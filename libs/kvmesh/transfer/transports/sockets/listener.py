@@ -57,8 +57,8 @@ class Listener:
         self._loop.add_reader(self._server.fileno(), self._accept)
 
 
-def listen_unix(path: Path) -> socket.socket:
-    """A listening non-blocking Unix socket that only this user may open; a dead predecessor's is replaced.
+def listen_unix(path: Path, group: int | None = None) -> socket.socket:
+    """A listening non-blocking Unix socket that only this user, or a group, may open; a dead one's is replaced.
 
     Raises FailedPrecondition where somebody listens there, OSError.
     """
@@ -76,7 +76,9 @@ def listen_unix(path: Path) -> socket.socket:
     try:
         server.setblocking(False)
         server.bind(os.fspath(path))
-        os.chmod(path, 0o600)
+        if group is not None:
+            os.chown(path, -1, group)
+        os.chmod(path, 0o600 if group is None else 0o660)
         server.listen(BACKLOG)
     except BaseException:
         server.close()
