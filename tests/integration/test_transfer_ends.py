@@ -152,15 +152,22 @@ async def test_cancel_at_source_at_each_stage(pair: Pair) -> None:
 
 
 async def test_expiry_fails_and_drains(pair: Pair) -> None:
-    slot = await pair.target.open(DST, ttl_s=0.2)
-    transfer = await soon(
-        pair.source.client.start_transfer(pair.target.describe(slot, DST), {"main": SRC}, ready_pages=0)
-    )
-    await fails(slot, "not complete within 0.2 s")
+    # A slot may have run out before its writer is there, on a machine that is busy enough: the next lives longer.
+    opened = 0
+    for ttl_s in (0.2, 2.0, 20.0):
+        opened += 1
+        slot = await pair.target.open(DST, ttl_s=ttl_s)
+        starting = pair.source.client.start_transfer(pair.target.describe(slot, DST), {"main": SRC}, ready_pages=0)
+        try:
+            transfer = await soon(starting)
+            break
+        except KvmeshError:
+            await fails(slot, f"not complete within {ttl_s:g} s")
+    await fails(slot, f"not complete within {ttl_s:g} s")
     await soon(slot.drained)
     with pytest.raises(TransferFailed):
         await soon(transfer.done)
-    assert (await pair.b.status()).counters.slots_expired == 1
+    assert (await pair.b.status()).counters.slots_expired == opened
     await pair.works()
 
 
