@@ -5,6 +5,7 @@
 #   KVMESH_DOCKER_CACHE  a folder that keeps the private engine's images and build cache for the next run
 #   KVMESH_IMAGE_TAG     the images' tag (default dev); KVMESH_NO_BUILD=1: they are there already
 #   KVMESH_SOAK=1        more rounds of kills, more services restarted under load
+# All of it ends within BOUND_S, whatever hangs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${1:-.venv/bin/python}
@@ -12,22 +13,29 @@ shift || true
 [ $# -gt 0 ] || set -- tests/compose
 export KVMESH_IMAGE_TAG=${KVMESH_IMAGE_TAG:-dev}
 export KVMESH_TAG=$KVMESH_IMAGE_TAG
+BOUND_S=1140
+[ -z "${KVMESH_SOAK:-}" ] || BOUND_S=21600
+# With SIGINT pytest still takes its mesh down.
+bounded() {
+    left=$((BOUND_S - SECONDS))
+    timeout --foreground --signal=INT --kill-after=60 "$((left > 1 ? left : 1))" "$@"
+}
 
 folder=$(mktemp -d -t kvmesh-docker.XXXXXX)
 finish() {
     status=$?
     trap - EXIT
     "$python" tests/compose/docker_kit.py down "$folder" || status=1
-    rm -rf "$folder"
+    rm -rf --one-file-system "$folder"
     exit "$status"
 }
 trap finish EXIT
 trap 'exit 130' INT TERM
-lines=$("$python" tests/compose/docker_kit.py up "$folder") || exit $?
+lines=$(bounded "$python" tests/compose/docker_kit.py up "$folder") || exit $?
 eval "$lines"
 if [ -z "${KVMESH_NO_BUILD:-}" ]; then
-    "$python" tools/images.py --tag "$KVMESH_IMAGE_TAG"
+    bounded "$python" tools/images.py --tag "$KVMESH_IMAGE_TAG"
 else
     "$python" tools/images.py --tag "$KVMESH_IMAGE_TAG" --sizes
 fi
-OMP_NUM_THREADS=1 "$python" -m pytest -p no:cacheprovider --color=no --durations=8 "$@"
+OMP_NUM_THREADS=1 bounded "$python" -m pytest -p no:cacheprovider --color=no --durations=8 "$@"

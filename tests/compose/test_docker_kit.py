@@ -85,5 +85,102 @@ def test_a_user_without_root_is_told_why_not(
     assert "cannot run here: no Docker engine" in capsys.readouterr().err
 
 
+_BEFORE = """*filter
+:INPUT ACCEPT [0:0]
+:FORWARD ACCEPT [0:0]
+-A INPUT -s 10.0.0.9/32 -j DROP
+COMMIT
+"""
+_NOW = """*nat
+:PREROUTING ACCEPT [0:0]
+:POSTROUTING ACCEPT [0:0]
+:DOCKER - [0:0]
+:THEIRS - [0:0]
+-A PREROUTING -m addrtype --dst-type LOCAL -j DOCKER
+-A POSTROUTING -s 172.30.255.0/24 ! -o docker0 -j MASQUERADE
+-A POSTROUTING -s 192.168.0.0/24 -j MASQUERADE
+-A DOCKER -i docker0 -j RETURN
+COMMIT
+*filter
+:INPUT ACCEPT [7:9]
+:FORWARD DROP [0:0]
+:DOCKER-USER - [0:0]
+-A INPUT -s 10.0.0.9/32 -j DROP
+-A INPUT -s 10.0.0.7/32 -m comment --comment "somebody's own" -j DROP
+-A FORWARD -j DOCKER-USER
+-A FORWARD -o br-0123456789ab -j ACCEPT
+-A DOCKER-USER -j RETURN
+COMMIT
+"""
+
+
+def test_rules_that_others_made_meanwhile_stay() -> None:
+    assert [" ".join(arguments) for arguments in docker_host.undo(_BEFORE, _NOW)] == [
+        "-t nat -D PREROUTING -m addrtype --dst-type LOCAL -j DOCKER",
+        "-t nat -D POSTROUTING -s 172.30.255.0/24 ! -o docker0 -j MASQUERADE",
+        "-t nat -F DOCKER",
+        "-t nat -X DOCKER",
+        "-t filter -D FORWARD -j DOCKER-USER",
+        "-t filter -D FORWARD -o br-0123456789ab -j ACCEPT",
+        "-t filter -F DOCKER-USER",
+        "-t filter -X DOCKER-USER",
+        "-t filter -P FORWARD ACCEPT",
+    ]
+    assert docker_host.undo(_NOW, _NOW) == []
+
+
+def test_no_engine_is_started_beside_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVMESH_DOCKER_CACHE", raising=False)
+    monkeypatch.setattr(docker_host, "engines", lambda: [4711])
+    engine = docker_kit.PrivateEngine(tmp_path)
+    with pytest.raises(docker_kit.CannotRun, match="process 4711"):
+        engine._start()
+    assert not engine.state.exists()
+    with docker_host.alone(), pytest.raises(TimeoutError), docker_host.alone(timeout_s=0):
+        pass
+
+
+def test_why_an_engine_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVMESH_DOCKER_CACHE", raising=False)
+    monkeypatch.setattr(docker_host, "engines", list)
+    for name in ("save", "restore"):
+        monkeypatch.setattr(docker_host, name, lambda *_: {})
+    program = tmp_path / "bin/dockerd"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho no overlayfs here >&2; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    with pytest.raises(docker_kit.CannotRun, match="no overlayfs here"):
+        docker_kit.PrivateEngine(tmp_path / "kit")._start()
+    assert not (tmp_path / "kit").exists()
+
+
+def test_down_removes_nothing_that_it_did_not_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVMESH_DOCKER_CACHE", raising=False)
+    (tmp_path / "thesis.txt").write_text("mine")
+    (tmp_path / "scratch").mkdir()
+    assert docker_kit.main(["down", str(tmp_path)]) == 0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_an_engine_whose_number_is_lost_is_found_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docker_kit, "_STOP_S", 0.5)
+    engine = docker_kit.PrivateEngine(tmp_path)
+    # Deaf to SIGTERM, as a daemon that hangs.
+    script = "trap '' TERM; echo ready; while :; do sleep 60 & wait; done"
+    command = ["bash", "-c", f'exec -a dockerd bash -c "{script}" x --exec-root {engine.exec_root}']
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        engine.pidfile.write_text(str(os.getpid()))
+        try:
+            assert engine._processes("dockerd") == [process.pid]
+            assert docker_kit.PrivateEngine(tmp_path / "other")._processes("dockerd") == []
+            engine._stop()
+            assert process.wait(10) < 0
+        finally:
+            process.kill()
+
+
 if __name__ == "__main__":
     _life(Path(sys.argv[1]))
