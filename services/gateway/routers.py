@@ -32,6 +32,8 @@ SHUN_S = 1.0
 BACKOFF_S = (0.1, 2.0)
 # Between look-ups of names: where one was lost or not found, and where all is well.
 LOOK_UP_S = (0.5, 5.0)
+# A replica that has left may still owe answers to calls that were under way, or had chosen it already.
+LINGER_S = 60.0
 
 
 class NoRouter(Unavailable):
@@ -184,6 +186,8 @@ class Routers:
             await method(request, timeout=REPORT_TIMEOUT_S, metadata=tenant_metadata(tenant))
         except grpc.aio.AioRpcError as exc:
             log.info("report of %s was lost: %s", what, exc.code().name)
+        except grpc.aio.UsageError:
+            log.info("report of %s was lost: its router has left", what)
         finally:
             self._reports -= 1
 
@@ -217,6 +221,12 @@ class Routers:
             # What it said of the fleet stays until another says something.
             self._left.add(replica.address)
             await cancel_and_wait(self._watches.pop(replica.address, None))
+            self._tasks.spawn(self._close_later(replica), name=f"left:{replica.address}", essential=False)
+
+    async def _close_later(self, replica: Replica) -> None:
+        try:
+            await asyncio.sleep(LINGER_S)
+        finally:
             await replica.channel.close()
 
     async def _follow(self, fleet: Fleet) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 
 from gateway_fakes import FakeRouter
 from gateway_world import World, kinds, text_of
 from kvmesh.errors import Unavailable
 from kvmesh.proto.v1 import router_pb2
+from kvmesh.telemetry import metrics
+from kvmesh.telemetry import names as metric_names
 from services.gateway import routers as module
 
 NAME = "dns:///routers.test:50052"
@@ -76,6 +80,75 @@ async def test_a_name_that_cannot_be_found_keeps_what_it_stood_for(world: World,
     events = await world.ask()
     assert events[-1].finished.served.degraded
     assert [each.address for each in world.gateway.routers._replicas] == [router.address]
+
+
+class Leaving(FakeRouter):
+    """Once `leaves` is set it tells nothing of the fleet; what it is asked still gets its answer."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.leaves = asyncio.Event()
+        self.gone = asyncio.Event()
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[router_pb2.WatchResponse]:
+        if self.leaves.is_set():
+            raise Unavailable("this router is stopping")
+        yield self.snapshot()
+        await self.leaves.wait()
+
+    async def _late(self, request: router_pb2.RouteRequest) -> router_pb2.RouteResponse:
+        self.leaves.set()
+        await self.gone.wait()
+        return self.placement(request)
+
+
+async def test_a_router_that_leaves_answers_what_it_was_asked(
+    world: World, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await world.worker()
+    leaving = await Leaving(world.workers).start()
+    world.routers.append(leaving)
+    names.found = {leaving.address}
+    await world.start(routers=[NAME], route_timeout_ms=60_000)
+    await world.until(lambda: watched(world) == names.found)
+    staying = await world.router()
+    # Its name is gone before it is asked the last time.
+    names.found = {staying.address}
+    await world.until(lambda: staying.address in watched(world))
+    leaving.decide, staying.decide = leaving._late, leaving._late
+    asked = [asyncio.create_task(world.ask(f"question {number}")) for number in range(2)]
+    await world.until(lambda: [each.address for each in world.gateway.routers._replicas] == [staying.address])
+    assert leaving.routes.items
+    leaving.gone.set()
+    for events in await asyncio.gather(*asked):
+        assert kinds(events)[-1] == "finished"
+        assert not events[-1].finished.served.degraded
+    assert worker.submits.items
+    await world.until(lambda: leaving.reports.items)
+
+
+async def test_the_report_to_a_router_that_has_left_is_lost_quietly(
+    world: World, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LINGER_S", 0.0)
+    worker = await world.worker()
+    worker.text = None
+    leaving = await Leaving(world.workers).start()
+    world.routers.append(leaving)
+    names.found = {leaving.address}
+    await world.start(routers=[NAME])
+    await world.until(lambda: watched(world) == names.found)
+    failed = metrics.value(metric_names.TASK_FAILURES, task="report")
+    replica = world.gateway.routers._replicas[0]
+    asked = asyncio.create_task(world.ask())
+    request = (await worker.submits.wait(1))[0]
+    names.found = {(await world.router()).address}
+    leaving.leaves.set()
+    await world.until(lambda: replica.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN)
+    worker.answer(request, "an answer")
+    assert kinds(await asked)[-1] == "finished"
+    await world.until(lambda: not world.gateway.routers._reports)
+    assert metrics.value(metric_names.TASK_FAILURES, task="report") == failed
 
 
 class Mute(FakeRouter):
