@@ -323,7 +323,11 @@ class Held:
         """Nothing more comes: traces that are under way and failed already are exported as far as they are known."""
         with self._lock:
             failed = [trace.spans for trace in self._traces.values() if trace.failed]
+            # Spans that end later find nothing of theirs here.
+            for trace in self._traces.values():
+                trace.spans, trace.bytes, trace.forgotten = [], 0, True
             self._traces.clear()
             self._with_spans.clear()
+            self._spans = self._bytes = 0
         for spans in failed:
             self._export(spans)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -216,3 +217,15 @@ class TestBounds:
         assert not out.spans
         held.close()
         assert [span.name for span in out.spans] == ["part"]
+
+
+def test_spans_that_end_after_the_end_are_harmless(exporter: InMemorySpanExporter, held: Held) -> None:
+    outer = tracing.start_span("outer")
+    with pytest.raises(ValueError, match="no"), tracing.span("inner", parent=trace.set_span_in_context(outer)):
+        raise ValueError("no")
+    late = tracing.start_span("late", parent=trace.set_span_in_context(outer))
+    tracing.shutdown()
+    assert [span.name for span in exporter.get_finished_spans()] == ["inner"]
+    late.end()
+    outer.end()
+    assert held.held == (0, 0, 0)
