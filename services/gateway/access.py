@@ -11,6 +11,8 @@ from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.telemetry.flood import ACCESS
 
 log = logging.getLogger(ACCESS)
+# Of a model's name as it was asked for: a request that is refused has a line too.
+MAX_ASKED_CHARS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class AccessLine:
         given: dict[str, object] = {
             "operation": self.operation,
             "tenant": self.tenant,
-            "model": self.model or self.asked,
+            "model": self.model or _cut(self.asked, MAX_ASKED_CHARS),
             "outcome": self.outcome,
             "total_ms": round((time.monotonic() - self.started) * 1e3, 1),
             "prompt_tokens": self.usage.prompt_tokens,

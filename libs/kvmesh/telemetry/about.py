@@ -13,6 +13,8 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, SpanContext
 
 REQUEST_ID = "request_id"
+MAX_CHARS = 256
+"""Of a request id in a line: clients choose them, and a line may be written before theirs is refused."""
 _SPAN = "_kvmesh_span"
 _request: ContextVar[str] = ContextVar("kvmesh_request", default="")
 
@@ -39,7 +41,7 @@ def ids(record: logging.LogRecord) -> tuple[str, str, str]:
     context: SpanContext | None = getattr(record, _SPAN, None)
     if context is None:
         context = trace.get_current_span().get_span_context()
-    request_id = getattr(record, REQUEST_ID, "") or _request.get()
+    request_id = (getattr(record, REQUEST_ID, "") or _request.get())[:MAX_CHARS]
     if not context.is_valid:
         return request_id, "", ""
     return request_id, trace.format_trace_id(context.trace_id), trace.format_span_id(context.span_id)

@@ -31,6 +31,8 @@ _SECRETS = (
 )
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", about.REQUEST_ID}
 MAX_MESSAGE_CHARS = 16384
+# Of each further value: prompts that are asked for may be that long.
+MAX_VALUE_CHARS = 1 << 17
 
 
 def redact(text: str) -> str:
@@ -66,7 +68,7 @@ class TextFormatter(_Formatter):
         message = self._message(record).replace("\n", "\\n")
         line = f"{clock}.{int(record.msecs):03d} {record.levelname:<7} {self.service} {record.name}: {message}"
         for key, value in _extras(record).items():
-            line += " " + redact(f"{key}={value}").replace("\n", "\\n")
+            line += " " + redact(f"{key}={value}"[:MAX_VALUE_CHARS]).replace("\n", "\\n")
         request_id, trace_id, _ = about.ids(record)
         if request_id:
             line += f" request={redact(request_id)}".replace("\n", "\\n")
@@ -98,7 +100,8 @@ class JsonFormatter(_Formatter):
         for key, value in _extras(record).items():
             plain = value if isinstance(value, (int, float, bool)) or value is None else str(value)
             # Rendered with its key, since only the key tells that a value is secret.
-            entry.setdefault(key, redact(f"{key}={plain}").partition("=")[2] if isinstance(plain, str) else plain)
+            told = redact(f"{key}={plain}"[:MAX_VALUE_CHARS]).partition("=")[2] if isinstance(plain, str) else plain
+            entry.setdefault(key, told)
         stack = self._stack(record)
         if stack:
             entry["stack"] = stack

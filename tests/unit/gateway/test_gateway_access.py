@@ -90,6 +90,17 @@ async def test_every_end_has_its_line(world: World, logged: Any) -> None:
     }
 
 
+async def test_a_refused_request_makes_no_long_line(world: World, logged: Any) -> None:
+    await started(world)
+    ended = await end_of(world.chat(model="m" * 100_000, request_id="r" * 100_000))
+    assert ended.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await world.until(lambda: access(logged()))
+    (line,) = access(logged())
+    assert line["model"].startswith("mmm")
+    assert line["reason"] == "INVALID_ARGUMENT"
+    assert len(json.dumps(line)) < 1500
+
+
 async def test_it_can_be_off(world: World, logged: Any) -> None:
     await started(world, access_log=False)
     await world.ask()

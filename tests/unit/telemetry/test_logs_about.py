@@ -67,6 +67,17 @@ def test_text_lines_have_them_too() -> None:
     assert "request=r-3\\nfake line" in stream.getvalue()
 
 
+@pytest.mark.parametrize("fmt", ["text", "json"])
+def test_what_a_client_chose_cannot_make_a_line_long(fmt: Any) -> None:
+    stream = io.StringIO()
+    handler = setup_logs("test", fmt=fmt, stream=stream)
+    handler.addFilter(logging.Filter("kvmesh.test"))
+    with about.of_request("r" * 1_000_000):
+        log.info("x" * 1_000_000, extra={"model": "m" * 1_000_000})
+    logging.getLogger().removeHandler(handler)
+    assert 256 < len(stream.getvalue()) < 160_000
+
+
 class Gate:
     """A gate with a clock of its own."""
 
