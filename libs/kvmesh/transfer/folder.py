@@ -13,6 +13,7 @@ import os
 import random
 import secrets
 import socket
+import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -64,12 +65,22 @@ def sockets(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)[:MAX_SOCKETS]]
 
 
-def remove(path: Path) -> None:
-    """Clear away what a dead sidecar left. Any engine may, at any time: its name is never used again."""
-    for name in (path.name, *(f"{path.name}.{kind}" for kind in ("shm", "fake", "nvlink"))):
+def remove(path: Path) -> bool:
+    """Clear away what a dead sidecar left. Any engine may, at any time: its name is never used again. Nothing but a
+    socket is touched: a file or a folder of that name refuses connections too, and is not ours. Whether it has gone."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            return False
+        path.unlink(missing_ok=True)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    for name in (f"{path.name}.{kind}" for kind in ("shm", "fake", "nvlink")):
         with contextlib.suppress(OSError):
             path.with_name(name).unlink(missing_ok=True)
     log.info("removed the socket of a dead sidecar: %s", path.name)
+    return True
 
 
 class Sockets:
@@ -90,9 +101,8 @@ class Sockets:
             try:
                 registered = await register(path)
             except (KvmeshError, OSError) as error:
-                if isinstance(error.__cause__, ConnectionRefusedError):
-                    remove(path)
-                else:
+                refused = isinstance(error.__cause__, ConnectionRefusedError)
+                if not (refused and remove(path)):
                     refusals.append(f"{path.name}: {error}")
                 continue
             self._last = path

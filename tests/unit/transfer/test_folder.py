@@ -79,6 +79,17 @@ async def test_the_dead_are_cleared_away_and_the_living_are_found(tmp_path: Path
         assert sorted(os.listdir(tmp_path)) == ["note.txt", "z.sock"]
 
 
+async def test_what_is_no_socket_is_told_of_and_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.sock").write_text("somebody's file")
+    (tmp_path / "b.sock").mkdir()
+    (tmp_path / "c.sock").symlink_to(dead(tmp_path / "elsewhere"))
+    caplog.set_level("INFO")
+    with pytest.raises(Unavailable, match=r"a\.sock: .*; b\.sock: .*; c\.sock: "):
+        await Sockets(tmp_path).claim(visit)
+    assert sorted(os.listdir(tmp_path)) == ["a.sock", "b.sock", "c.sock", "elsewhere"]
+    assert not caplog.records
+
+
 async def test_each_refusal_is_told_and_the_last_sidecar_is_asked_first(tmp_path: Path) -> None:
     names = ["a.sock", "b.sock", "c.sock"]
     servers = [publish(listen_unix, tmp_path / name) for name in names]

@@ -39,6 +39,8 @@ STAGING_BLOCKS = 16
 # How long an engine on a GPU waits for its sidecar, to learn which transports it has.
 SIDECAR_S = 30.0
 _ASK_S = 0.2
+# In a folder one that stands still is passed over.
+_ASK_ONE_S = 5.0
 
 
 class Route(enum.Enum):
@@ -136,6 +138,7 @@ async def ask_sidecar(
     ring = Region.create("kvmesh-probe-ring", StepRing.bytes_for(1, 1))
     until = time.monotonic() + SIDECAR_S
     sidecars = Sockets(settings.sidecar_socket)
+    longest = _ASK_ONE_S if is_folder(settings.sidecar_socket) else SIDECAR_S
     writers = Writers()
 
     async def register(path: Path) -> SidecarClient:
@@ -147,7 +150,7 @@ async def ask_sidecar(
             regions=shown or own,
             doorbell=doorbell,
             ring=ring,
-            timeout_s=max(_ASK_S, until - time.monotonic()),
+            timeout_s=min(longest, max(_ASK_S, until - time.monotonic())),
             on_lost=lambda: None,
             writers=writers,
         )
