@@ -202,7 +202,8 @@ class Held:
     ) -> None:
         self._out, self._resource, self._scope = out, resource, scope
         self._max_traces, self._max_spans, self._max_bytes = max_traces, max_spans, max_bytes
-        self._lock = threading.Lock()
+        # Garbage is collected at any allocation, also in here: a coroutine that nobody awaits any more ends its span.
+        self._lock = threading.RLock()
         self._traces: OrderedDict[int, _Trace] = OrderedDict()
         self._with_spans: OrderedDict[int, _Trace] = OrderedDict()
         self._recent: OrderedDict[int, bool] = OrderedDict()
@@ -271,7 +272,7 @@ class Held:
         if self._traces.get(trace_id) is trace:
             del self._traces[trace_id]
         if trace.spans:
-            del self._with_spans[trace_id]
+            self._with_spans.pop(trace_id, None)
             self._spans -= len(trace.spans)
             self._bytes -= trace.bytes
         known = self._recent.get(trace_id)
@@ -299,7 +300,7 @@ class Held:
         trace.bytes += size
         self._spans += 1
         self._bytes += size
-        while self._spans > self._max_spans or self._bytes > self._max_bytes:
+        while self._with_spans and (self._spans > self._max_spans or self._bytes > self._max_bytes):
             self._drop(*next(iter(self._with_spans.items())))
 
     def _forget(self, trace_id: int, trace: _Trace) -> None:
@@ -310,7 +311,7 @@ class Held:
 
     def _drop(self, trace_id: int, trace: _Trace) -> None:
         """Its spans so far; how many there were is counted, should it fail."""
-        del self._with_spans[trace_id]
+        self._with_spans.pop(trace_id, None)
         self._spans -= len(trace.spans)
         self._bytes -= trace.bytes
         trace.lost += len(trace.spans)

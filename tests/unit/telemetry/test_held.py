@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -228,4 +229,18 @@ def test_spans_that_end_after_the_end_are_harmless(exporter: InMemorySpanExporte
     assert [span.name for span in exporter.get_finished_spans()] == ["inner"]
     late.end()
     outer.end()
+    assert held.held == (0, 0, 0)
+
+
+def test_a_span_that_garbage_collection_ends_holds_nobody_up(exporter: InMemorySpanExporter, held: Held) -> None:
+    def collected() -> None:
+        # As if an allocation in there had collected the coroutine that was in this span.
+        with held._lock:
+            with tracing.span("outer"), tracing.span("inner"):
+                pass
+
+    thread = threading.Thread(target=collected, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
     assert held.held == (0, 0, 0)
