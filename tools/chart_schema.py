@@ -58,7 +58,16 @@ EXTRA = {
 }
 OPTIONAL = ("image", "strategy", *EXTRA, *PLACING)
 BUDGET = table({"enabled": FLAG, "maxUnavailable": ref("countOrPercent")})
-POD = {"resources": ref("resources"), **EXTRA, **PLACING, "strategy": FREE, "podDisruptionBudget": BUDGET}
+# A budget of none would block every drain of a node. Of strategies there is RollingUpdate alone.
+STRATEGY = table(
+    {
+        "rollingUpdate": table(
+            {"maxSurge": ref("surge"), "maxUnavailable": ref("surge")}, ("maxSurge", "maxUnavailable")
+        )
+    },
+    ("rollingUpdate",),
+)
+POD = {"resources": ref("resources"), **EXTRA, **PLACING, "strategy": STRATEGY, "podDisruptionBudget": BUDGET}
 
 SOURCE_TYPES = {"pvc": "claimName", "hostPath": "path", "oci": "reference", "init": "image"}
 SOURCE = table(

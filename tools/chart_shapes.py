@@ -164,7 +164,8 @@ DEFINITIONS: dict[str, Schema] = {
     "resources": loose(
         table({"requests": ref("quantities"), "limits": ref("quantities"), "claims": ref("objects")})
     ),
-    "countOrPercent": {"anyOf": [integer(0), text(r"^([0-9]{1,2}|100)%$")]},
+    "surge": {"anyOf": [integer(0), text(r"^([0-9]{1,2}|100)%$")]},
+    "countOrPercent": {"anyOf": [integer(1), text(r"^([1-9][0-9]?|100)%$")]},
     "transports": many(word("tcp", "verbs", "efa", "shm", "nvlink"), minItems=1, uniqueItems=True),
     "goDuration": text(r"^([0-9]+(\.[0-9]+)?(h|m|s))+$"),
     "prometheusDuration": text(r"^([0-9]+(ms|s|m|h|d))+$"),

@@ -99,7 +99,8 @@ class Pod:
 
     def _volume(self, volume: Manifest) -> str:
         name = self._container(volume["name"])
-        if (empty := volume.get("emptyDir")) is not None:
+        empty = {} if "persistentVolumeClaim" in volume else volume.get("emptyDir")
+        if empty is not None:
             limit = size(empty.get("sizeLimit", "256Mi"))
             options = f"o=uid=0,gid={self._group},mode=2777,size={limit}"
             docker("volume", "create", "-o", "type=tmpfs", "-o", "device=tmpfs", "-o", options, name)

@@ -110,3 +110,14 @@ def test_nothing_is_monitored_unless_asked_for() -> None:
     manifests = render({})
     assert not of_kind(manifests, "ServiceMonitor", "PrometheusRule")
     assert not [item for item in of_kind(manifests, "ConfigMap") if at(item, "metadata", "labels", "grafana_dashboard")]
+
+
+def test_a_label_of_a_monitor_wins_over_one_of_all_objects() -> None:
+    manifests = render(
+        {
+            "commonLabels": {"release": "all"},
+            "monitoring": {"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
+        }
+    )
+    assert {item["metadata"]["labels"]["release"] for item in of_kind(manifests, "ServiceMonitor")} == {"prometheus"}
+    assert {item["metadata"]["labels"]["release"] for item in of_kind(manifests, "Service")} == {"all"}

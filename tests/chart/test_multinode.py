@@ -103,3 +103,13 @@ def test_an_engine_is_one_kind_of_workload() -> None:
         at(item, "metadata", "labels", "app.kubernetes.io/component") for item in of_kind(manifests, "Deployment")
     }
     assert deployed == {"gateway", "router"}
+
+
+def test_hosts_of_a_group_are_not_spread_over_zones() -> None:
+    """Its ranks speak at each layer."""
+    for owner, pod in pods(ci_render("multinode")):
+        keys = [item["topologyKey"] for item in pod["spec"].get("topologySpreadConstraints", [])]
+        if owner["kind"] == "LeaderWorkerSet":
+            assert keys == ["kubernetes.io/hostname"]
+        elif owner["kind"] == "Deployment":
+            assert "topology.kubernetes.io/zone" in keys

@@ -225,6 +225,23 @@ def test_a_collector_a_key_set_and_a_redis_elsewhere_can_be_reached() -> None:
         assert allowed(manifests, there[source], None, 8443) is (source == "gateway"), source
 
 
+def test_nodes_of_a_redis_cluster_may_have_ports_of_their_own() -> None:
+    for cluster in (True, False):
+        manifests = render(
+            {
+                "redis": {
+                    "bundled": {"enabled": False},
+                    "external": {"url": "redis://redis.example:7000", "cluster": cluster},
+                },
+                "networkPolicy": {"redisTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
+            }
+        )
+        there = components(manifests)
+        assert allowed(manifests, there["router"], None, 7000)
+        assert allowed(manifests, there["router"], None, 7001) is cluster
+        assert not allowed(manifests, there["decode"], None, 7001)
+
+
 def test_who_may_call_gateways_can_be_said() -> None:
     manifests = render({"networkPolicy": {"gatewayFrom": [{"podSelector": {"matchLabels": {"app": "chat"}}}]}})
     there = components(manifests)

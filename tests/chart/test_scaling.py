@@ -100,9 +100,29 @@ def test_a_query_finds_the_pods_of_its_own_engine_alone(kind: str) -> None:
         trigger["metadata"]["query"]
         for trigger in by_name(manifests, "ScaledObject", "mesh-kvmesh-decode")["spec"]["triggers"]
     )
-    (pattern,) = set(re.findall(r'pod=~"([^"]+)"', queries))
+    pattern, gateways = sorted(set(re.findall(r'pod=~"([^"]+)"', queries)))
     assert re.fullmatch(pattern, "mesh-kvmesh-decode-6d4cf56db6-x7k2p")
+    assert re.fullmatch(gateways, "mesh-kvmesh-gateway-6d4cf56db6-x7k2p")
+    assert not re.fullmatch(gateways, "other-kvmesh-gateway-6d4cf56db6-x7k2p"), "of another mesh of the namespace"
     assert not re.fullmatch(pattern, "mesh-kvmesh-decode-canary-6d4cf56db6-x7k2p")
+
+
+def test_a_query_finds_pods_whose_names_kubernetes_has_cut() -> None:
+    """What is before the five letters at the end is cut to 58 characters."""
+    for length in (1, 23, 31, 32, 33, 34, 40, 53):
+        entry = {"role": "decode", "autoscaling": {"enabled": True, "kind": "keda"}}
+        names = ("decode", "decode-canary")
+        manifests = render({"engines": dict.fromkeys(names, entry)}, release="r" * length)
+        owner = {
+            item["metadata"]["labels"]["app.kubernetes.io/component"]: item["metadata"]["name"]
+            for item in of_kind(manifests, "Deployment")
+        }
+        pod = {name: f"{owner[name]}-6d4cf56db6-"[:58] + "x7k2p" for name in names}
+        item = by_name(manifests, "ScaledObject", owner["decode"])
+        (usage,) = (t["metadata"]["query"] for t in item["spec"]["triggers"] if t["name"] == "kv-usage")
+        (pattern,) = re.findall(r'pod=~"([^"]+)"', usage)
+        assert re.fullmatch(pattern, pod["decode"])
+        assert not re.fullmatch(pattern, pod["decode-canary"])
 
 
 @pytest.mark.parametrize("kind", ["hpa", "keda"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from chart_kit import Manifest, at, ci_render, label, of_kind, render
+from chart_kit import Manifest, at, by_name, ci_render, label, of_kind, render
 
 # Paths that an API server refuses to change (or that would make another object of it).
 FIXED: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -18,6 +18,8 @@ FIXED: dict[str, tuple[tuple[str, ...], ...]] = {
     "LeaderWorkerSet": (("spec", "leaderWorkerTemplate", "size"), ("spec", "networkConfig")),
 }  # fmt: skip
 
+REDIS = "mesh-kvmesh-redis"
+
 CHANGES: list[dict[str, Any]] = [
     {"image": {"tag": "9.9.9", "registry": "elsewhere.example"}},
     {"commonLabels": {"team": "other"}, "commonAnnotations": {"a": "b"}},
@@ -27,6 +29,7 @@ CHANGES: list[dict[str, Any]] = [
     {"redis": {"bundled": {"maxmemory": "2gb", "resources": {"limits": {"memory": "3Gi"}}}}},
     {"networkPolicy": {"enabled": False}, "topologySpread": {"enabled": False}},
     {"cache": {"mode": "off"}, "model": {"servedName": "other"}},
+    {"redis": {"bundled": {"persistence": {"size": "99Gi"}}}},
 ]
 
 
@@ -42,6 +45,22 @@ def test_fixed_fields_stay(case: str) -> None:
     before = fixed(ci_render(case))
     for change in CHANGES:
         assert fixed(ci_render(case, change)) == before, change
+
+
+def test_budgets_may_come_later() -> None:
+    """Redis gets its claim in an upgrade that leaves the fixed fields of its StatefulSet alone."""
+    before, after = (by_name(render({"limits": {"budgets": on}}), "StatefulSet", REDIS) for on in (False, True))
+    assert fixed([before]) == fixed([after])
+    assert not of_kind(render({}), "PersistentVolumeClaim")
+    (claim,) = of_kind(render({"limits": {"budgets": True}}), "PersistentVolumeClaim")
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    volumes = after["spec"]["template"]["spec"]["volumes"]
+    assert {"name": "data", "persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}} in volumes
+
+
+def test_releases_whose_long_names_begin_alike_share_nothing() -> None:
+    first, second = ({label(item) for item in render({}, release=f"{'a-team' * 8}-{end}")} for end in ("one", "two"))
+    assert not first & second
 
 
 @pytest.mark.parametrize("case", ["default", "full"])

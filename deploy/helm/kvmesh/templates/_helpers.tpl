@@ -4,18 +4,18 @@
 {{- .Values.nameOverride | default .Chart.Name | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* Prefix of all names: short enough for what is appended to stay below 63 characters. */}}
+{{/* Prefix of all names: short enough for what is appended to stay below 63 characters. A longer one ends in its digest, so
+     that two releases whose names begin alike do not meet. */}}
 {{- define "kvmesh.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
-{{- else -}}
 {{- $name := include "kvmesh.name" . -}}
-{{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- $full := .Values.fullnameOverride -}}
+{{- if not $full -}}
+{{- $full = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
 {{- end -}}
+{{- if gt (len $full) 40 -}}
+{{- $full = printf "%s-%s" ($full | trunc 33 | trimSuffix "-") ($full | sha256sum | trunc 6) -}}
 {{- end -}}
+{{- $full | trimSuffix "-" -}}
 {{- end -}}
 
 {{/* Name of one component's objects: root, component. */}}
@@ -59,10 +59,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 name: {{ .name | default (include "kvmesh.componentName" .) | quote }}
 namespace: {{ .root.Release.Namespace | quote }}
 labels:
-  {{- include "kvmesh.labels" . | nindent 2 }}
-  {{- with .labels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- merge (dict) (.labels | default dict) (include "kvmesh.labels" . | fromYaml) | toYaml | nindent 2 }}
 {{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
 annotations:
   {{- toYaml . | nindent 2 }}

@@ -53,9 +53,11 @@ affinity:
 
 {{- define "kvmesh.spread" -}}
 {{- $spread := .root.Values.topologySpread -}}
-{{- if and $spread.enabled (or $spread.zones $spread.nodes) }}
+{{- /* Ranks of one engine speak at each layer: never over zones. */ -}}
+{{- $zones := ternary "" $spread.zones (dig "engine" "multiNode" "enabled" false (omit . "root")) -}}
+{{- if and $spread.enabled (or $zones $spread.nodes) }}
 topologySpreadConstraints:
-  {{- range $key, $when := dict "topology.kubernetes.io/zone" $spread.zones "kubernetes.io/hostname" $spread.nodes }}
+  {{- range $key, $when := dict "topology.kubernetes.io/zone" $zones "kubernetes.io/hostname" $spread.nodes }}
   {{- if $when }}
   - maxSkew: 1
     topologyKey: {{ $key }}

@@ -43,8 +43,9 @@
 
 {{- if $v.tls.enabled -}}
 {{- if not (or $v.tls.certManager.enabled $v.tls.secretName) -}}
-{{- range $member := list "gateway" "router" "engine" -}}
-{{- if not (get $v.tls.secretNames $member) -}}
+{{- $members := dict "gateway" $v.gateway.enabled "router" $v.router.enabled "engine" true "redis" (and (eq $redis "bundled") $v.redis.bundled.tls.enabled) -}}
+{{- range $member, $there := $members -}}
+{{- if and $there (not (get ($v.tls.secretNames | default dict) $member)) -}}
 {{- fail (printf "tls.enabled needs certificates: set tls.certManager.enabled, tls.secretName, or tls.secretNames.%s" $member) -}}
 {{- end -}}
 {{- end -}}
@@ -84,6 +85,19 @@
 {{- fail (printf "%s.preStopSeconds: at most 20, since pods get limits.totalSeconds + 30 s to end" $where) -}}
 {{- end -}}
 {{- end -}}
+{{- $services := dict "gateway" $v.gateway "router" $v.router -}}
+{{- range $name := $names }}{{ $_ := set $services (printf "engines.%s" $name) (include "kvmesh.engine" (dict "root" $ "name" $name) | fromYaml) }}{{ end -}}
+{{- range $where, $service := $services -}}
+{{- if gt (float64 (($service.settings | default dict).drain_timeout_s | default 0)) (float64 $v.limits.totalSeconds) -}}
+{{- fail (printf "%s.settings.drain_timeout_s is above limits.totalSeconds: pods would be killed first" $where) -}}
+{{- end -}}
+{{- end -}}
+{{- $ports := list (int $v.gateway.service.grpcPort) -}}
+{{- if $v.gateway.http.enabled }}{{ $ports = append $ports (int $v.gateway.service.httpPort) }}{{ end -}}
+{{- if and $v.tls.enabled $v.tls.clientCA.secretName }}{{ $ports = append $ports 8443 }}{{ end -}}
+{{- if ne (len $ports) (len (uniq $ports)) -}}
+{{- fail "gateway.service: grpcPort, httpPort and 8443 (tls.clientCA) must differ" -}}
+{{- end -}}
 {{- if and $v.gateway.http.playground (not $v.gateway.http.enabled) -}}
 {{- fail "gateway.http.playground needs gateway.http.enabled" -}}
 {{- end -}}
@@ -120,6 +134,9 @@
 {{- if $engine.multiNode.enabled -}}
 {{- if ne (mod (int $engine.tp) (int $engine.multiNode.hosts)) 0 -}}
 {{- fail (printf "%s: tp (%d) must be a multiple of multiNode.hosts (%d)" $where (int $engine.tp) (int $engine.multiNode.hosts)) -}}
+{{- end -}}
+{{- if hasKey .root.Values.engines (printf "%s-hosts" .name) -}}
+{{- fail (printf "engines.%s-hosts: %s has hosts, which take this name" .name $where) -}}
 {{- end -}}
 {{- $local = div (int $engine.tp) (int $engine.multiNode.hosts) -}}
 {{- if ne $engine.role "unified" -}}

@@ -24,8 +24,8 @@ class SidecarOptions:
     """Times in seconds. rank_join_s: how long leader and ranks of an engine wait for one another. open_channel: a
     gRPC channel to another sidecar's control address. in_folder: engine_socket is a name of this life alone, beside
     others'. engine_group: a group whose processes may open it too. tcp_advertise: the host that writers connect to,
-    "" = `tcp_host`, or this machine's name where that is any. tcp_streams, copy_threads: 0 = by cores. doorbell: see the
-    watcher."""
+    "" = `tcp_host`, or this machine's name where that is any. tcp_streams, copy_threads: 0 = by cores. doorbell: see
+    the watcher."""
 
     sidecar_id: str
     engine_socket: Path

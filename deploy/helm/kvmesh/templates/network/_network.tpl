@@ -63,13 +63,19 @@ podSelector:
   ports:
     - { protocol: TCP, port: 6379 }
 {{- else if eq $kind "external" -}}
+{{- $to := .root.Values.networkPolicy.redisTo -}}
+{{- if and $to .root.Values.redis.external.cluster -}}
+{{- /* Nodes of a cluster tell of one another, and each may have a port of its own. */ -}}
+- to:
+    {{- toYaml $to | nindent 4 }}
+{{- else -}}
 - ports:
-    {{- /* Nodes of a cluster tell of one another, with ports of their own. */}}
     - { protocol: TCP, port: {{ include "kvmesh.urlPort" (dict "url" .root.Values.redis.external.url "default" 6379) }} }
-  {{- with .root.Values.networkPolicy.redisTo }}
+  {{- with $to }}
   to:
     {{- toYaml . | nindent 4 }}
   {{- end }}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

@@ -4,10 +4,16 @@
 {{- define "kvmesh.scaledEngines" -}}
 {{- $names := list -}}
 {{- range $name := include "kvmesh.engineNames" .root | fromYamlArray -}}
-{{- $scaling := (include "kvmesh.engine" (dict "root" $.root "name" $name) | fromYaml).autoscaling -}}
+{{- $engine := include "kvmesh.engine" (dict "root" $.root "name" $name) | fromYaml -}}
+{{- $scaling := $engine.autoscaling -}}
+{{- $role := $engine.role -}}
 {{- if and $scaling.enabled (eq $scaling.kind $.kind) -}}
 {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
 {{- fail (printf "engines.%s.autoscaling: minReplicas is above maxReplicas" $name) -}}
+{{- end -}}
+{{- $signals := ternary (list $scaling.waitingTokens) (list $scaling.queueDelaySeconds $scaling.kvUsage) (eq $role "prefill") -}}
+{{- if not (or (compact $signals) (get $scaling (ternary "triggers" "metrics" (eq $.kind "keda")))) -}}
+{{- fail (printf "engines.%s.autoscaling: no signal is left to scale by" $name) -}}
 {{- end -}}
 {{- $names = append $names $name -}}
 {{- end -}}
@@ -48,16 +54,22 @@ scaleDown:
       periodSeconds: {{ min 1800 (int .scaling.scaleDown.periodSeconds | default $drain) }}
 {{- end -}}
 
-{{/* PromQL matchers of the mesh's series, or of one engine's pods: root, and name, engine for the latter. */}}
+{{/* PromQL matchers of one component's pods: root, name (gateway, or an engine's), and engine. Names of a Deployment's pods end
+     in -<digest>-<5 letters>, of letters that are no words; what is before the 5 is cut to 58 characters. */}}
 {{- define "kvmesh.seriesOf" -}}
 {{- $matchers := list (printf "namespace=%q" .root.Release.Namespace) -}}
-{{- if .name -}}
-{{- $pods := printf "%s-[a-z0-9]+-[a-z0-9]+" (include "kvmesh.componentName" (dict "root" .root "component" .name)) -}}
-{{- if .engine.multiNode.enabled -}}
+{{- $letters := "[bcdfghjklmnpqrstvwxz2456789]+" -}}
+{{- $name := include "kvmesh.componentName" (dict "root" .root "component" .name) -}}
+{{- $pods := printf "%s-%s-%s" $name $letters $letters -}}
+{{- if gt (len $name) 46 -}}
+{{- $pods = printf "%s-%s(-%s)?" $name $letters $letters -}}
+{{- end -}}
+{{- if dig "multiNode" "enabled" false (.engine | default dict) -}}
 {{- $pods = printf "%s-[0-9]+" (include "kvmesh.hostsName" .) -}}
+{{- else if and (eq .name "gateway") (eq .root.Values.limits.journal.type "pvc") -}}
+{{- $pods = printf "%s-[0-9]+" $name -}}
 {{- end -}}
 {{- $matchers = append $matchers (printf "pod=~%q" $pods) -}}
-{{- end -}}
 {{- with .root.Values.autoscaling.prometheus.matchers -}}
 {{- $matchers = append $matchers . -}}
 {{- end -}}
