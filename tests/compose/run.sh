@@ -13,12 +13,12 @@ shift || true
 [ $# -gt 0 ] || set -- tests/compose
 export KVMESH_IMAGE_TAG=${KVMESH_IMAGE_TAG:-dev}
 export KVMESH_TAG=$KVMESH_IMAGE_TAG
-BOUND_S=1140
+BOUND_S=1080
 [ -z "${KVMESH_SOAK:-}" ] || BOUND_S=21600
 # With SIGINT pytest still takes its mesh down.
 bounded() {
     left=$((BOUND_S - SECONDS))
-    timeout --foreground --signal=INT --kill-after=60 "$((left > 1 ? left : 1))" "$@"
+    timeout --foreground --signal=INT --kill-after=120 "$((left > 1 ? left : 1))" "$@"
 }
 
 folder=$(mktemp -d -t kvmesh-docker.XXXXXX)

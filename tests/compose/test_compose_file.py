@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,14 +32,17 @@ def config(profiles: str, **settings: str) -> dict[str, Any]:
     return made
 
 
-def test_it_is_what_the_compose_specification_allows() -> None:
+def test_it_is_what_the_compose_specification_allows(tmp_path: Path) -> None:
+    # With each default in its place, as compose does before it looks.
+    text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    (tmp_path / "docker-compose.yml").write_text(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text), encoding="utf-8")
     command = [
         sys.executable,
         "-m",
         "check_jsonschema",
         "--builtin-schema",
         "vendor.compose-spec",
-        "docker-compose.yml",
+        str(tmp_path / "docker-compose.yml"),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -88,6 +92,13 @@ def test_containers_may_do_no_more_than_they_must(profiles: str) -> None:
         image = service["image"]
         assert ":" in image, name
         assert not image.endswith(":latest"), name
+        # Whoever takes our name on a public registry must not be asked for our images.
+        ours = image.startswith("kvmesh/")
+        assert ours == name.startswith(("router", "gateway", "prefill", "decode", "kvtransfer")), name
+        assert service.get("pull_policy") == ("never" if ours else None), name
+        if service.get("network_mode") == "host":
+            listens = {value for key, value in service["environment"].items() if key.endswith("LISTEN")}
+            assert {address.partition(":")[0] for address in listens} == {"127.0.0.1"}, name
         if "gpu" not in name and "rdma" not in name:
             limits = service["deploy"]["resources"]["limits"]
             assert {"cpus", "memory", "pids"} <= set(limits), name
@@ -104,6 +115,7 @@ def test_replicas_ports_and_images_come_from_settings() -> None:
         "KVMESH_HTTP_PORT": "9000-9003",
         "KVMESH_REGISTRY": "registry.example/",
         "KVMESH_TAG": "1.2",
+        "KVMESH_PULL_POLICY": "missing",
     }
     services = config("cpu", **settings)["services"]
     assert services["decode"]["deploy"]["replicas"] == 3
@@ -113,6 +125,7 @@ def test_replicas_ports_and_images_come_from_settings() -> None:
     assert services["gateway"]["environment"]["KVMESH_GATEWAY_LIMITS__REPLICAS"] == "2"
     assert services["gateway"]["ports"][0]["published"] == "9000-9003"
     assert services["decode"]["image"] == "registry.example/kvmesh/decode:1.2"
+    assert services["decode"]["pull_policy"] == "missing"
     # Both ends of a pair name the same volume, and no one else has it.
     for role in ("prefill", "decode"):
         with_it = {
