@@ -71,7 +71,7 @@ CASES: dict[str, Values] = {
                 "limits": {"hold_s": 20},
                 "jwt": {"leeway_s": 5},
                 "early_refusal": False,
-                "drain_timeout_s": 300,
+                "drain_timeout_s": 100,
             },
         },
         "router": {"settings": {"cache_tenant_bytes": 1099511627776, "semantic_rules": ["acme/auto=0.9", "*/x=1"]}},
@@ -159,7 +159,7 @@ def test_values_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(decode, DecodeSettings)
     assert isinstance(kvtransfer, KvTransferSettings)
     assert (gateway.max_prompt_bytes, gateway.total_limit_s, gateway.early_refusal) == (268435456, 120, False)
-    assert (gateway.limits.hold_s, gateway.limits.replicas, gateway.drain_timeout_s) == (20, 6, 300)
+    assert (gateway.limits.hold_s, gateway.limits.replicas, gateway.drain_timeout_s) == (20, 6, 100)
     assert gateway.peer_listen == "10.1.2.3:8081"
     assert router.cache_tenant_bytes == 1 << 40
     assert [rule.tau for rule in router.semantic_rule_table] == [0.9, 1]
