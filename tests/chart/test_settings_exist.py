@@ -61,6 +61,7 @@ CASES: dict[str, Values] = {
         }
     },
     "budgets": {"limits": {"budgets": True, "journal": {"type": "pvc", "usageFile": True}, "budgetAway": "closed"}},
+    "requests of hours": {"limits": {"totalSeconds": 86400}},
     "ipv6": {"ipv6": True},
     "further settings": {
         "gateway": {

@@ -105,7 +105,7 @@ class ServiceSettings(BaseSettings):
         "balance over this service have heard of it; the drain follows.",
     )
     drain_timeout_s: float = Field(
-        default=30.0, ge=0.0, le=3600.0, description="Seconds that work in flight gets in a drain before it is cut."
+        default=30.0, ge=0.0, le=86400.0, description="Seconds that work in flight gets in a drain before it is cut."
     )
     max_message_bytes: int = Field(
         default=16 * MIB, ge=4096, le=1024 * MIB, description="Largest gRPC message accepted or sent, in bytes."
