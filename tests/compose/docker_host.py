@@ -45,9 +45,13 @@ def alone(timeout_s: float = 120) -> Iterator[None]:
         yield
 
 
+def _network() -> str:
+    return os.readlink("/proc/self/ns/net")
+
+
 def engines() -> list[int]:
     """Every dockerd that has the same network as we: a second one would take its bridge and its rules away."""
-    here, found = os.readlink("/proc/self/ns/net"), []
+    here, found = _network(), []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if (process / "comm").read_text().strip() == "dockerd" and os.readlink(process / "ns/net") == here:
@@ -77,11 +81,18 @@ def _made() -> list[str]:
 def save() -> dict[str, object]:
     """The host's packet filter, forwarding and network links, as plain JSON."""
     return {
+        "network": _network(),
         "forward": {name: path.read_text().strip() for name, path in _FORWARD.items() if path.exists()},
         "filters": {name: _out(f"{name}-save") for name in _FILTERS},
         "links": _links(),
         "made": _made(),
     }
+
+
+def check(saved: dict[str, object]) -> None:
+    """Raises RuntimeError where `save` saw another network than ours, whose rules are not to be touched."""
+    if saved.get("network", _network()) != _network():
+        raise RuntimeError("the engine was started in another network namespace: enter that one first (nsenter)")
 
 
 def restore(saved: dict[str, object]) -> None:
@@ -129,11 +140,14 @@ def _bridge_of(link: str) -> str:
 
 
 def _remove(path: Path) -> None:
-    """A file, or folders that are empty: a control group is removed group by group, its files are the kernel's."""
+    """A file, or folders that hold no files: a control group is removed group by group, its files are the kernel's."""
     with contextlib.suppress(OSError):
         if path.is_file():
             path.unlink()
             return
+        if path.parts[1] == "run":  # sockets of what was killed
+            for left in (found for found in path.rglob("*") if found.is_socket()):
+                left.unlink()
         for folder in sorted((found for found in path.rglob("*") if found.is_dir()), reverse=True):
             folder.rmdir()
         path.rmdir()

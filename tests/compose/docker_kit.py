@@ -140,11 +140,13 @@ class PrivateEngine:
     def down(self) -> None:
         """Stops everything, takes back what it did to the host, removes its own files. May be called twice."""
         if self.state.exists():
+            saved = json.loads(self.state.read_text())
+            docker_host.check(saved)
             self._empty()
             with docker_host.alone():
                 self._stop()
                 docker_host.unmount(self.folder, self.data)
-                docker_host.restore(json.loads(self.state.read_text()))
+                docker_host.restore(saved)
             self.state.unlink()
         for path in (self.scratch, self.config, self.exec_root, self.folder / "engine"):
             if path != self.data or "KVMESH_DOCKER_CACHE" not in os.environ:

@@ -155,6 +155,14 @@ def test_why_an_engine_does_not_start_is_told(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "kit").exists()
 
 
+def test_an_engine_of_another_network_is_not_taken_down_from_here(tmp_path: Path) -> None:
+    engine = docker_kit.PrivateEngine(tmp_path)
+    engine.state.write_text(json.dumps({**docker_host.save(), "network": "net:[1]"}))
+    with pytest.raises(RuntimeError, match="another network namespace"):
+        engine.down()
+    assert engine.state.exists()
+
+
 def test_down_removes_nothing_that_it_did_not_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVMESH_DOCKER_CACHE", raising=False)
     (tmp_path / "thesis.txt").write_text("mine")
