@@ -9,7 +9,20 @@ from typing import Any
 
 import pytest
 
-from chart_kit import Manifest, at, ci_names, ci_render, containers, label, leaves, of_kind, pods, render, services_of
+from chart_kit import (
+    Manifest,
+    at,
+    by_name,
+    ci_names,
+    ci_render,
+    containers,
+    label,
+    leaves,
+    of_kind,
+    pods,
+    render,
+    services_of,
+)
 
 CASES = ci_names()
 # Pods that carry requests: what they have in hand is finished before they go.
@@ -279,3 +292,12 @@ def test_a_new_version_of_the_chart_alone_rolls_no_pod() -> None:
         if owner["kind"] == "Pod":
             continue
         assert not [value for _, value in leaves(pod) if value == "kvmesh-0.1.0"], label(owner)
+
+
+@pytest.mark.parametrize("auth", [True, False])
+def test_probes_of_redis_offer_a_password_only_where_there_is_one(auth: bool) -> None:
+    """redis-cli offers an empty one too, which a Redis without refuses: a failed AUTH a probe."""
+    redis = by_name(render({"redis": {"bundled": {"auth": {"enabled": auth}}}}), "StatefulSet", "mesh-kvmesh-redis")
+    (container,) = redis["spec"]["template"]["spec"]["containers"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert ("REDISCLI_AUTH" in container[probe]["exec"]["command"][-1]) is auth

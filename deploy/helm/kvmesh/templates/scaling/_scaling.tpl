@@ -69,7 +69,9 @@ scaleDown:
 {{- else if and (eq .name "gateway") (eq .root.Values.limits.journal.type "pvc") -}}
 {{- $pods = printf "%s-[0-9]+" $name -}}
 {{- end -}}
+{{- if or (ne .name "gateway") .root.Values.gateway.enabled -}}
 {{- $matchers = append $matchers (printf "pod=~%q" $pods) -}}
+{{- end -}}
 {{- with .root.Values.autoscaling.prometheus.matchers -}}
 {{- $matchers = append $matchers . -}}
 {{- end -}}
