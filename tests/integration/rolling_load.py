@@ -25,7 +25,7 @@ from rolling_kit import Balanced, Endpoints
 
 EOS_AFTER = 60
 LIMIT_S = 240.0
-LENGTHS = {"short": 8, "long": 150, "same": 2 * EOS_AFTER, "grammar": 300, "endless": 300, "greedy": 32}
+LENGTHS = {"short": 8, "long": 150, "same": 2 * EOS_AFTER, "grammar": 300, "endless": 600, "greedy": 32}
 URL = "http://gateway/v1"
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -107,6 +107,8 @@ class Load:
     moved: int = 0
     known: dict[Question, str] = field(default_factory=dict)
     running: int = 0
+    speaking: Counter[str] = field(default_factory=Counter)
+    """Streams by kind that have given their first tokens, ever."""
     stopping: bool = False
     number: int = 0
 
@@ -179,20 +181,22 @@ class Load:
             **question.sampling,
         )
         try:
-            return await self._read(stream)
+            return await self._read(stream, question)
         except KvmeshError as error:
             if stream.accepted is None:
                 raise Refused(f"{error.reason}: {error.message}") from None
             raise
 
-    async def _read(self, stream: Stream) -> str:
-        text, terminal = "", 0
+    async def _read(self, stream: Stream, question: Question) -> str:
+        text, spoke, terminal = "", False, 0
         async with stream:
             async for event in stream:
                 assert not terminal, "an event after the end"
                 if event.HasField("accepted"):
                     self.seen[event.accepted.request_id.partition("-")[0]] += 1
                 elif event.HasField("delta"):
+                    self.speaking[question.kind] += not spoke
+                    spoke = True
                     text += event.delta.text
                 elif event.HasField("error"):
                     raise AssertionError(f"error event {event.error.reason}: {event.error.message}")

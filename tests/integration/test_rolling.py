@@ -181,7 +181,10 @@ async def handed_over(mesh: Rolling, load: Load) -> None:
             group.create_task(load.ask("grpc", client, Question.draw("endless", number)))
 
         async def both_run() -> bool:
-            return (await mesh.load("decode-1")).running >= 2 and (await mesh.load("decode-0")).running >= 2
+            # All of them have a worker by then: one that is told to stop first would be given none.
+            return load.speaking["endless"] == 6 and all(
+                [(await mesh.load(name)).running >= 2 for name in ("decode-0", "decode-1")]
+            )
 
         await until(both_run, "long streams on both workers")
         await mesh.restart("decode-0", "kvtransfer-decode-0")
