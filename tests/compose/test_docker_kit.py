@@ -175,9 +175,9 @@ def test_an_engine_whose_number_is_lost_is_found_and_ended(tmp_path: Path, monke
     monkeypatch.setattr(docker_kit, "_STOP_S", 0.5)
     engine = docker_kit.PrivateEngine(tmp_path)
     # Deaf to SIGTERM, as a daemon that hangs.
-    script = "trap '' TERM; echo ready; while :; do sleep 60 & wait; done"
+    script = "trap '' TERM; echo ready; read -r _"
     command = ["bash", "-c", f'exec -a dockerd bash -c "{script}" x --exec-root {engine.exec_root}']
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         engine.pidfile.write_text(str(os.getpid()))
