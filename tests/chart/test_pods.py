@@ -301,3 +301,16 @@ def test_probes_of_redis_offer_a_password_only_where_there_is_one(auth: bool) ->
     (container,) = redis["spec"]["template"]["spec"]["containers"]
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert ("REDISCLI_AUTH" in container[probe]["exec"]["command"][-1]) is auth
+
+
+def test_no_variable_is_there_twice() -> None:
+    """An API server refuses it where charts are applied by the server, as helm 4 does."""
+    own = [{"name": "HOME", "value": "/elsewhere"}, {"name": "TRITON_CACHE_DIR", "value": "/elsewhere"}]
+    manifests = render({"engines": {"decode": {"role": "decode", "device": "cuda", "extraEnv": own}}})
+    everybody = [*manifests, *(item for name in CASES for item in ci_render(name))]
+    for owner, pod in pods(everybody):
+        for container in containers(pod):
+            names = [item["name"] for item in container.get("env", [])]
+            assert len(names) == len(set(names)), label(owner)
+    engine = by_name(manifests, "Deployment", "mesh-kvmesh-decode")["spec"]["template"]["spec"]["containers"][0]
+    assert {item["name"]: item.get("value") for item in engine["env"]}["HOME"] == "/elsewhere"

@@ -125,6 +125,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
      "engines.x-hosts: engines.x has hosts"),
     *((decode(autoscaling={"enabled": True, "kind": kind, "queueDelaySeconds": 0, "kvUsage": 0}), "no signal is left")
       for kind in ("hpa", "keda")),
+    (nested("gateway/extraEnv", [{"name": "KVMESH_GATEWAY_LISTEN", "value": "x"}]),
+     "gateway.extraEnv: KVMESH_GATEWAY_LISTEN is there already"),
+    (nested("gateway/extraEnv", [{"name": "A", "value": "x"}, {"name": "A", "value": "y"}]),
+     "gateway.extraEnv: A is there already"),
     (decode(gpus=1), "engines.decode.gpus needs device cuda"),
     (decode(device="cuda", tp=2), "tp above 1 on GPUs needs role unified"),
     (decode(tp=2, multiNode={"enabled": True}), "an engine of several hosts must have role unified"),

@@ -174,10 +174,13 @@ spec:
     {{- include "kvmesh.env" (dict "root" .root "service" $service "where" $where "own" $own "defaults" $defaults "settings" $engine.settings "fieldEnv" $more "extraEnv" $engine.extraEnv) | nindent 4 }}
     {{- if $cuda }}
     # Kernels that are compiled at run time, and what looks for a home.
-    - { name: HOME, value: /tmp }
-    - { name: TRITON_CACHE_DIR, value: /var/cache/kvmesh/triton }
-    - { name: FLASHINFER_WORKSPACE_BASE, value: /var/cache/kvmesh }
-    - { name: XDG_CACHE_HOME, value: /var/cache/kvmesh }
+    {{- $given := list }}
+    {{- range $engine.extraEnv }}{{ $given = append $given .name }}{{ end }}
+    {{- range $name, $value := dict "HOME" "/tmp" "TRITON_CACHE_DIR" "/var/cache/kvmesh/triton" "FLASHINFER_WORKSPACE_BASE" "/var/cache/kvmesh" "XDG_CACHE_HOME" "/var/cache/kvmesh" }}
+    {{- if not (has $name $given) }}
+    - { name: {{ $name }}, value: {{ $value }} }
+    {{- end }}
+    {{- end }}
     {{- end }}
   ports:
     - { name: grpc, containerPort: {{ $port }} }

@@ -44,6 +44,16 @@
 {{- $all := dict -}}
 {{- include "kvmesh.flatten" (dict "into" $all "prefix" $prefix "settings" .defaults) -}}
 {{- $all = mergeOverwrite $all $user $own -}}
+{{/* A variable that is there twice is refused by the API server (server-side apply). */}}
+{{- $taken := list "POD_NAME" "POD_IP" -}}
+{{- range .fieldEnv }}{{ $taken = append $taken .name }}{{ end -}}
+{{- range $name, $value := $all }}{{ if ne $value "" }}{{ $taken = append $taken $name }}{{ end }}{{ end -}}
+{{- range .extraEnv -}}
+{{- if has .name $taken -}}
+{{- fail (printf "%s.extraEnv: %s is there already: from the chart, from `settings`, or twice" $.where .name) -}}
+{{- end -}}
+{{- $taken = append $taken .name -}}
+{{- end -}}
 - name: POD_NAME
   valueFrom: { fieldRef: { fieldPath: metadata.name } }
 - name: POD_IP
