@@ -142,6 +142,9 @@ def test_a_context_holds_no_more_than_the_images_need() -> None:
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     rules = [line for line in lines if line and not line.startswith("#")]
     assert rules[0] == "*", "everything is left out that is not named"
+    # A secret that somebody left beside the code. The last rule that fits decides.
+    last = max(number for number, rule in enumerate(rules) if rule.startswith("!"))
+    assert {"**/.env*", "**/*.pem", "**/*.key", "**/*.token"} <= set(rules[last:])
     named = {line for line in rules if line.startswith("!")}
     assert named == {"!libs", "!services", "!deploy", "!deploy/images", "!pyproject.toml", "!LICENSE"}
 
