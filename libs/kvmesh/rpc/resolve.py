@@ -37,7 +37,7 @@ async def resolve(target: str, timeout_s: float = 5.0) -> set[str] | None:
     try:
         async with asyncio.timeout(timeout_s):
             infos = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-    except (OSError, TimeoutError) as error:
+    except (OSError, TimeoutError, UnicodeError) as error:
         log.debug("cannot resolve %s: %s", target, error)
         return None
     # One family: a replica reached by both of its addresses would get two streams, and each would end the other.

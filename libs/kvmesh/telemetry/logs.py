@@ -46,6 +46,15 @@ def _extras(record: logging.LogRecord) -> dict[str, Any]:
     return {key: value for key, value in record.__dict__.items() if key not in _STANDARD and not key.startswith("_")}
 
 
+# A line break in a value must not look like a line of its own, nor an escape move a terminal's cursor.
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {9: "\t", 10: "\\n", 13: "\\r"}
+
+
+def plain(text: str) -> str:
+    """Text in one line, its control characters shown by their codes."""
+    return text.translate(_CONTROL)
+
+
 class _Formatter(logging.Formatter):
     def __init__(self, service: str, instance: str) -> None:
         super().__init__()
@@ -65,13 +74,13 @@ class TextFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         # A newline in a message must not look like a line of its own.
-        message = self._message(record).replace("\n", "\\n")
+        message = plain(self._message(record))
         line = f"{clock}.{int(record.msecs):03d} {record.levelname:<7} {self.service} {record.name}: {message}"
         for key, value in _extras(record).items():
-            line += " " + redact(f"{key}={value}"[:MAX_VALUE_CHARS]).replace("\n", "\\n")
+            line += " " + plain(redact(f"{key}={value}"[:MAX_VALUE_CHARS]))
         request_id, trace_id, _ = about.ids(record)
         if request_id:
-            line += f" request={redact(request_id)}".replace("\n", "\\n")
+            line += plain(f" request={redact(request_id)}")
         if trace_id:
             line += f" trace={trace_id}"
         stack = self._stack(record)

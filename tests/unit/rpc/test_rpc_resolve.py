@@ -64,3 +64,8 @@ async def test_a_certificate_bears_the_name_and_not_what_it_stood_for(mesh: Any,
             await ask(tls, name)
     # One name for all of the mesh goes before.
     assert await ask(tls.model_copy(update={"server_name": "router.mesh.svc"}), "other.mesh.svc") == "hello"
+
+
+async def test_a_name_that_is_none_resolves_to_nothing() -> None:
+    assert await resolve("dns:///" + "a" * 64 + ":1") is None
+    assert await resolve("dns:///a..b:1") is None

@@ -106,3 +106,14 @@ def test_debug_is_never_kept_back_and_access_lines_have_their_own_rate() -> None
     gate = Gate()
     assert all(gate.passes(level=logging.DEBUG) for _ in range(1000))
     assert sum(gate.passes(name=ACCESS, level=logging.INFO) is not None for _ in range(1000)) == 200
+
+
+def test_a_value_with_control_characters_stays_in_its_line() -> None:
+    stream = io.StringIO()
+    handler = setup_logs("test", stream=stream)
+    try:
+        logging.getLogger("kvmesh.test").warning("a\r\x1b[2Jb\nc", extra={"model": "x\x1b]0;y\x07\u009bz"})
+    finally:
+        logging.getLogger().removeHandler(handler)
+    (line,) = stream.getvalue().splitlines()
+    assert "a\\r\\x1b[2Jb\\nc model=x\\x1b]0;y\\x07\\x9bz" in line
