@@ -104,7 +104,8 @@ class Desk:
         self.sent: list[pb.PeerRequest] = []
         self.stopped: list[int] = []
         mover = SimpleNamespace(stop_send=lambda number, reason, by_peer: self.stopped.append(number))
-        self.outgoing = OutgoingLinks(cast(Any, SimpleNamespace(mover=mover, transports={})))
+        options = SimpleNamespace(transports=("fake",))
+        self.outgoing = OutgoingLinks(cast(Any, SimpleNamespace(mover=mover, transports={}, options=options)))
         self.link = OutLink(self.outgoing, cast(Any, None), ("d", 1, 1, "h:1"))
         self.link.state, self.link.transport = "up", "shm"
         self.link._outbox = cast(Any, SimpleNamespace(put=self.sent.append))
