@@ -49,6 +49,8 @@ TAIL_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 1.0
 MAX_PASSWORD_BYTES = 4096
 CLUSTER = "+cluster"
+PROBE = "probe"
+"""The operation of the background ping, in the metric: what is counted while nothing else is asked."""
 
 # Whichever limit is noticed first: ours, or that of the client, which names it in its own way.
 _TIMEOUTS = (TimeoutError, RedisTimeoutError)
@@ -88,6 +90,8 @@ class RedisStore:
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS - 1)
         self._tails = asyncio.Semaphore(MAX_TAILS)
         self._abandoned: set[asyncio.Task[Any]] = set()
+        self._operations: set[str] = set()
+        self._known(PROBE)
         self._timeouts = 0
         self._ok = False
         self._suspect = asyncio.Event()
@@ -120,6 +124,7 @@ class RedisStore:
             limit = min(limit, timeout_s)
         if not self._ok or limit <= 0:
             return default
+        self._known(operation)
         asked = False
 
         async def asking() -> T:
@@ -189,6 +194,7 @@ class RedisStore:
         """
         if not self._ok:
             return default
+        self._known(operation)
 
         async def reading() -> T:
             async with self._tails:
@@ -200,6 +206,11 @@ class RedisStore:
             if not isinstance(exc, _TIMEOUTS):
                 self._failed(operation, exc)
             return default
+
+    def _known(self, operation: str) -> None:
+        if operation not in self._operations:
+            self._operations.add(operation)
+            metrics.at_zero(names.REDIS_ERRORS, operation)
 
     def _failed(self, operation: str, exc: BaseException) -> None:
         metrics.counter(names.REDIS_ERRORS).labels(operation).inc()
@@ -237,6 +248,8 @@ class RedisStore:
             await self._within(CONNECT_TIMEOUT_S, self._begin())
             await self._within(self.timeout_s, self._ping())
         except Exception as exc:
+            # While Redis is away nothing else fails: without these an absence would look like two errors.
+            metrics.counter(names.REDIS_ERRORS).labels(PROBE).inc()
             if not isinstance(exc, _FAILURES):
                 log.warning("redis is not used: its first operations failed", exc_info=True)
             # Connections of the pool may hang half-open: start anew.

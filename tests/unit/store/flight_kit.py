@@ -19,12 +19,17 @@ _numbers = itertools.count(1)
 
 
 class Valkey:
-    """A server on one port, that can die."""
+    """A server on one port, that can die and come back."""
 
     def __init__(self) -> None:
-        self._server = ValkeyServer(port=free_port())
+        self._port = free_port()
+        self.url = f"redis://127.0.0.1:{self._port}/0"
+        self.restart()
+
+    def restart(self) -> None:
+        """Empty."""
+        self._server = ValkeyServer(port=self._port)
         self._server.start()
-        self.url = f"redis://127.0.0.1:{self._server.port}/0"
 
     def kill(self) -> None:
         """SIGKILL."""
