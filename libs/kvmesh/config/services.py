@@ -306,6 +306,12 @@ class WorkerSettings(RankSettings):
     prefill_timeout_s: float = Field(
         default=60.0, gt=0, le=3600, description="Seconds prefill and transfer of a request get."
     )
+    prefill_silence_s: float = Field(
+        default=10.0,
+        ge=2,
+        le=3600,
+        description="Seconds without a sign of life (it is pinged) after which a prefill worker is given up.",
+    )
     sidecar_socket: Path | None = Field(
         default=None,
         description="Unix socket of the local kvtransfer sidecar, or a folder of several: a free one is taken.",

@@ -24,6 +24,9 @@ from kvmesh.rpc.tls import channel_credentials
 from kvmesh.telemetry import tracing
 
 DEFAULT_TIMEOUT_S = 5.0
+PING_TIMEOUT_S = 20.0
+"""What a keepalive ping is waited for. gRPC goes by this alone, not by its keepalive timeout, and gives it 60 s."""
+
 MAX_METADATA_BYTES = 32 * 1024
 _ROUND_ROBIN = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
 _STAY_WITH_ONE = json.dumps({"loadBalancingConfig": [{"pick_first": {"shuffleAddressList": True}}]})
@@ -72,7 +75,12 @@ def resolve_target(address: str | Sequence[str]) -> str:
 
 
 def _options(
-    max_message_bytes: int, keepalive_s: float, use_proxy: bool, server_name: str | None, balance: bool
+    max_message_bytes: int,
+    keepalive_s: float,
+    ping_timeout_s: float,
+    use_proxy: bool,
+    server_name: str | None,
+    balance: bool,
 ) -> list[tuple[str, Any]]:
     options: list[tuple[str, Any]] = [
         ("grpc.max_send_message_length", max_message_bytes),
@@ -82,6 +90,7 @@ def _options(
         ("grpc.http2.bdp_probe", 0),
         ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.ping_timeout_ms", int(ping_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.service_config", _ROUND_ROBIN if balance else _STAY_WITH_ONE),
@@ -197,6 +206,7 @@ def open_channel(
     default_timeout_s: float = DEFAULT_TIMEOUT_S,
     max_message_bytes: int = 16 * MIB,
     keepalive_s: float = 20.0,
+    ping_timeout_s: float = PING_TIMEOUT_S,
     server_name: str | None = None,
     use_proxy: bool = False,
     balance: bool = True,
@@ -206,10 +216,11 @@ def open_channel(
     Without `balance` it stays with one of them, drawn by lot, for as long as that one can be reached.
 
     `tls` with `ca` or a certificate set means TLS, else plaintext; `server_name` overrides the name that is verified.
-    `default_timeout_s` is the deadline of unary calls that are given no `timeout`.
+    `default_timeout_s` is the deadline of unary calls that are given no `timeout`. A peer that is silent for
+    `keepalive_s` is sent a ping; unanswered for `ping_timeout_s`, the connection and its calls end with UNAVAILABLE.
     """
     target = resolve_target(address)
-    options = _options(max_message_bytes, keepalive_s, use_proxy, server_name, balance)
+    options = _options(max_message_bytes, keepalive_s, ping_timeout_s, use_proxy, server_name, balance)
     if tls is not None and tls.connects_tls:
         inner = grpc.aio.secure_channel(target, channel_credentials(tls), options=options)
     else:
@@ -225,16 +236,19 @@ def open_inner_channel(
     default_timeout_s: float = DEFAULT_TIMEOUT_S,
     balance: bool = True,
     name: str = "",
+    silence_s: float | None = None,
 ) -> MeshChannel:
     """`open_channel` to another service of the mesh with this service's certificates, limits and mesh token. `name`:
-    what its certificate bears where `address` is only what a name stood for."""
+    what its certificate bears where `address` is only what a name stood for. `silence_s`: seconds without a sign of
+    life after which the peer is given up; None = as the settings have it for idle connections."""
     return open_channel(
         address,
         tls=settings.tls.inner,
         token=token,
         default_timeout_s=default_timeout_s,
         max_message_bytes=settings.max_message_bytes,
-        keepalive_s=settings.keepalive_s,
+        keepalive_s=settings.keepalive_s if silence_s is None else silence_s / 2,
+        ping_timeout_s=PING_TIMEOUT_S if silence_s is None else silence_s / 2,
         server_name=settings.tls.server_name or name or None,
         balance=balance,
     )

@@ -26,6 +26,7 @@ from kvmesh.config import ServiceSettings, split_host_port
 from kvmesh.errors import FailedPrecondition
 from kvmesh.rpc import health, reflection
 from kvmesh.rpc.auth import MeshAuth
+from kvmesh.rpc.channel import PING_TIMEOUT_S
 from kvmesh.rpc.guard import Access, Policy, ServerState, wrap
 from kvmesh.rpc.limits import Deadline
 from kvmesh.rpc.tasks import BackgroundTasks, cancel_and_wait
@@ -61,6 +62,7 @@ def _options(settings: ServiceSettings, options: ServerOptions) -> list[tuple[st
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.keepalive_time_ms", int(settings.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.ping_timeout_ms", int(PING_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
         ("grpc.http2.max_pings_without_data", 0),

@@ -171,7 +171,7 @@ class Worker:
             core=core,
             pump=pump,
             tasks=self.service.tasks,
-            channels=PrefillChannels(self._channel, self.service.tasks),
+            channels=PrefillChannels(self._prefill_channel, self.service.tasks),
             meters=Meters(identity.served_name, lambda: core.counters, core.pool.counts),
             link=link,
             staging=staging,
@@ -320,6 +320,13 @@ class Worker:
 
     def _channel(self, address: str, name: str = "") -> MeshChannel:
         return open_inner_channel(address, self.settings, self.service.auth.token, name=name)
+
+    def _prefill_channel(self, address: str) -> MeshChannel:
+        """One that stands still is noticed by its pings: gRPC answers them beside the event loop and the GIL, so that
+        a worker that is only busy is never given up."""
+        return open_inner_channel(
+            address, self.settings, self.service.auth.token, silence_s=self.settings.prefill_silence_s
+        )
 
     def _from_thread(self, loop: asyncio.AbstractEventLoop, stalled: bool) -> None:
         with contextlib.suppress(RuntimeError):
