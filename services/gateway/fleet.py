@@ -68,6 +68,8 @@ class Fleet:
         self._kinds: dict[str, list[Kind]] = {}
         self._unlisted: set[str] = set()
         self._grace: asyncio.TimerHandle | None = None
+        # A gateway that never hears of a worker has none, and an alert is to know.
+        metrics.at_zero(names.GATEWAY_WORKERS, [state.value for state in LinkState])
         self.known = asyncio.Event()
         """Set once any source has given a whole list."""
 

@@ -34,8 +34,16 @@ KNOWN: tuple[tuple[names.Metric, tuple[str | tuple[str, ...], ...]], ...] = (
     (names.LIMITS_STOPPED, ()),
     (names.LIMITS_LOST, ()),
     (names.LIMITS_DISK, ()),
+    (names.LIMITS_TOP_UPS, (("whole", "part", "away"),)),
+    (names.LIMITS_UNSETTLED, ()),
+    (names.LIMITS_HOLDS, ()),
+    (names.GATEWAY_ACTIVE, ()),
+    (names.GATEWAY_WAITING, ()),
 )
 """Series of a gateway that begin at 0."""
+
+FAILURES = ("CANCELLED", "UNAVAILABLE", "WORKER_LOST", "DEADLINE_EXCEEDED", "OVERLOADED", "INTERNAL")
+"""The commonest reasons, of each model."""
 
 # Ends of a request that say nothing about the service: its own fault, or its tenant's.
 _OWN_FAULT = frozenset(
@@ -108,6 +116,11 @@ class Tallies:
     def serves(self, model: str) -> None:
         """A model is served now: its series begin at 0."""
         metrics.at_zero(names.SLO_REQUESTS, model, OUTCOMES)
+        metrics.at_zero(names.REQUEST_SUCCESS, model, ("stop", "length"))
+        metrics.at_zero(names.REQUEST_FAILURE, model, FAILURES)
+        # Nobody has lined up yet; autoscalers take what is missing for a fault of theirs.
+        metrics.at_zero(names.GATEWAY_QUEUE_DELAY, model)
+        metrics.at_zero(names.GATEWAY_WAITING_TOKENS, model)
 
     def begin(self, tenant: str, line: AccessLine | None = None) -> Tally:
         """A request of this tenant has come; `line` is told what becomes of it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +21,9 @@ Clock = Callable[[], float]
 
 MAX_OPEN = 256
 LIFE_S = 900.0
+MAX_VERDICTS = 4096
+"""The newest, which the estimate is of: what was mended long ago says nothing of the cache as it is now."""
+
 ID_BYTES = 16
 
 
@@ -53,6 +56,7 @@ class Shadows:
         self._allowance = self._burst
         self._at = clock()
         self._open: OrderedDict[str, tuple[float, Shadow]] = OrderedDict()
+        self._verdicts: deque[bool] = deque(maxlen=MAX_VERDICTS)
         self.judged = 0
         self.wrong = 0
         self.untold = 0
@@ -93,11 +97,15 @@ class Shadows:
             return
         self.judged += 1
         self.wrong += not right
+        self._verdicts.append(right)
 
     def raw(self) -> Estimate:
-        """Share of those judged that were called wrong, and its 95 % Wilson interval; (0, 0, 1) before the first."""
-        return Estimate(self.wrong / self.judged if self.judged else 0.0, *wilson(self.wrong, self.judged))
+        """Share of the newest that were called wrong, and its 95 % Wilson interval; (0, 0, 1) before the first."""
+        judged = len(self._verdicts)
+        wrong = judged - sum(self._verdicts)
+        return Estimate(wrong / judged if judged else 0.0, *wilson(wrong, judged))
 
     def estimate(self) -> Estimate:
         """The rate of wrong hits that this share speaks for; (0, 0, 1) before the first."""
-        return corrected(self.wrong, self.judged)
+        judged = len(self._verdicts)
+        return corrected(judged - sum(self._verdicts), judged)

@@ -85,6 +85,8 @@ class MeshAuth:
     def __init__(self, token: MeshToken | None = None, *, mtls: bool = False) -> None:
         self.token = token
         self.mtls = mtls
+        if self.required:
+            metrics.at_zero(names.AUTH_FAILURES, "mesh")
 
     @classmethod
     def from_settings(cls, settings: ServiceSettings) -> MeshAuth:

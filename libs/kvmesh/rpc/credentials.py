@@ -91,6 +91,8 @@ class Credentials:
         self._keys = keys
         self._tokens = tokens
         self._local = Principal(LOCAL_TENANT, Policy())
+        if not self.open:
+            metrics.at_zero(names.AUTH_FAILURES, "key")
 
     @property
     def open(self) -> bool:

@@ -79,6 +79,7 @@ NUM_TOKENS_WAITING = _gauge(
 NUM_PREEMPTIONS = _counter("num_preemptions_total", "Sequences preempted for pages.", "model_name")
 KV_CACHE_USAGE = _gauge("kv_cache_usage_perc", "Share of KV pages in use (0 to 1).", "model_name")
 KV_PAGES = _gauge("kv_pages", "KV pages by state: free, owned, exposed, draining.", "model_name", "state")
+KV_POOL_PAGES = _gauge("kv_pool_pages", "KV pages that the engine was given: what all states add up to.", "model_name")
 PROMPT_TOKENS = _counter("prompt_tokens_total", "Prompt tokens processed.", "model_name")
 GENERATION_TOKENS = _counter("generation_tokens_total", "Tokens generated.", "model_name")
 REQUEST_SUCCESS = _counter("request_success_total", "Requests finished, by reason.", "model_name", "finished_reason")
@@ -208,7 +209,11 @@ TRANSFER_LINKS = _gauge(
     "direction",
     "reason_code",
 )
-PEER_FENCED = _counter("transfer_peers_fenced_total", "Peers fenced, by cause.", "cause")
+PEER_FENCED = _counter(
+    "transfer_peers_fenced_total",
+    "Peers fenced: engine (ours left), left (theirs did, in good order), link (it broke).",
+    "cause",
+)
 HEARTBEATS_MISSED = _counter("heartbeats_missed_total", "Heartbeats that did not come in time.", "peer_kind")
 
 # --- OpenTelemetry metrics (GenAI) ---------------------------------------------------------------------------------

@@ -200,6 +200,8 @@ class Ledger:
             log.warning("%d line(s) of the usage file could not be written", len(self._unwritten))
         if self.unsettled:
             where = "stay in the journal" if self._journal is not None else "are lost"
+            if self._journal is None:
+                metrics.counter(names.LIMITS_LOST).inc(self.unsettled)
             log.warning("%d settlement(s) %s: redis is away", self.unsettled, where)
         if self._journal is not None:
             self._journal.close(remove=settled)

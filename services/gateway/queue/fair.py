@@ -33,6 +33,9 @@ RETRY_AFTER_S = 1.0
 """Where nothing has been measured yet."""
 
 RETRY_BOUNDS_S = (0.5, 60.0)
+MAX_TOLD_S = 3600.0
+"""Of the estimate, in the metric: autoscalers cannot reckon with infinity."""
+
 # Of the limit, for the wait: after its turn a prompt is computed.
 WAIT_SHARE = 0.9
 
@@ -113,6 +116,9 @@ class FairQueue:
         estimate: float | None = None
         if not ahead:
             estimate = self.estimate(tenant, model, priority=priority, weight=weight)
+            if estimate is not None:
+                # Also of who is refused for it: else the longest waits would be the ones that nobody is told of.
+                metrics.gauge(names.GATEWAY_QUEUE_DELAY).labels(model).set(min(estimate, MAX_TOLD_S))
             if self._early_refusal and estimate is not None and estimate > within_s * WAIT_SHARE:
                 metrics.counter(names.GATEWAY_REFUSED).labels("late").inc()
                 raise Overloaded(
@@ -128,8 +134,6 @@ class FairQueue:
             queue = self._queues[model] = ModelQueue()
         queue.holder(ticket).put(ticket)
         self._paces[model].begin(self._clock())
-        if estimate is not None:
-            metrics.gauge(names.GATEWAY_QUEUE_DELAY).labels(model).set(estimate)
         self._count(ticket, 1)
         return ticket
 

@@ -26,6 +26,7 @@ from kvmesh.rpc.status import from_rpc_error
 from kvmesh.telemetry import metrics, names
 from services.gateway.link import Seats
 from services.gateway.queue import FairQueue, Ticket
+from services.gateway.queue.fair import MAX_TOLD_S
 from services.gateway.queue.pace import FORGET_S, LEAST_RELEASES, Pace
 
 # Of what is played through at length.
@@ -297,6 +298,7 @@ async def test_who_cannot_be_served_in_time_is_refused_at_once() -> None:
         enter(queue, within_s=20.0)
     # Thirty wait, one a second.
     assert raised.value.retry_after == pytest.approx(30.0, rel=0.35)
+    assert metrics.value(names.GATEWAY_QUEUE_DELAY, model_name="m") == pytest.approx(30.0, rel=0.2), "told all the same"
     assert len(queue) == 30
     assert enter(queue, within_s=40.0)
     # Another tenant's turn comes sooner, and a higher priority's, and a heal waits as long as it has to.
@@ -387,6 +389,9 @@ def test_infinite_waits_are_told_in_bounds() -> None:
         clock.now += 1e6
         assert queue.retry_after("a", "m") <= 72.0
         assert math.isfinite(queue.retry_after("a", "m"))
+        with pytest.raises(Overloaded):
+            enter(queue, within_s=1.0)
+        assert metrics.value(names.GATEWAY_QUEUE_DELAY, model_name="m") == MAX_TOLD_S
 
     asyncio.run(run())
 

@@ -191,6 +191,21 @@ async def test_series_of_a_served_model_begin_at_zero(world: World) -> None:
     for outcome in OUTCOMES:
         labels = {"model_name": "fresh-model", "outcome": outcome}
         assert metrics.REGISTRY.get_sample_value(names.SLO_REQUESTS.name, labels) == 0.0
+    for metric, labels in (
+        (names.REQUEST_FAILURE, {"reason": "UNAVAILABLE"}),
+        (names.REQUEST_SUCCESS, {"finished_reason": "stop"}),
+        (names.GATEWAY_QUEUE_DELAY, {}),
+        (names.GATEWAY_WAITING_TOKENS, {}),
+    ):
+        assert metrics.REGISTRY.get_sample_value(metric.name, {"model_name": "fresh-model", **labels}) == 0.0
+
+
+async def test_a_gateway_that_never_heard_of_a_worker_says_that_it_has_none(world: World) -> None:
+    # The gauge of another test's gateway in this process.
+    metrics.gauge(names.GATEWAY_WORKERS).clear()
+    await world.start(ready=False)
+    for state in ("open", "connecting"):
+        assert metrics.REGISTRY.get_sample_value(names.GATEWAY_WORKERS.name, {"state": state}) == 0.0
 
 
 async def test_the_line_tells_its_tokens_and_times_by_priority(world: World, keys: Path) -> None:

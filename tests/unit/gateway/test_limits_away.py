@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import Overloaded, Unavailable
+from kvmesh.telemetry import metrics, names
 from limits_kit import LIMIT_S, Valkey, a_job, gateway, lines, policy, until, usage
 
 BUDGET = policy(budget={"amount": 100_000})
@@ -241,3 +242,16 @@ async def test_a_closed_budget_goes_on_once_redis_is_back(valkey: Valkey) -> Non
             await until(lambda: hold._growing is None)
         assert hold.covered > 1100
         assert made.stopped == []
+
+
+@pytest.mark.parametrize("journal", [True, False])
+async def test_what_is_lost_with_the_process_is_counted(valkey: Valkey, tmp_path: Path, journal: bool) -> None:
+    lost = metrics.value(names.LIMITS_LOST)
+    async with gateway(valkey, journal=tmp_path if journal else None) as made:
+        hold = await made.take("t", BUDGET)
+        valkey.kill()
+        hold.settle(usage(completion=5), None, 0)
+        assert not await made.limits.ledger.flush()
+        assert metrics.value(names.LIMITS_UNSETTLED) == 1.0
+        await made.limits.close()
+        assert metrics.value(names.LIMITS_LOST) == lost + (not journal)

@@ -15,7 +15,7 @@ from services.router.judge import HEAD_CHARS, head, judge
 from services.router.judge.evidence import NAMES, Closeness, agree, closeness, evidence, names, polarity, quantities
 from services.router.judge.rate import SKILL, Skill, corrected
 from services.router.near.embedder import MiniLmEmbedder
-from services.router.shadow import Shadows
+from services.router.shadow import MAX_VERDICTS, Shadows
 
 ALIKE = Closeness(0.9, 0.0, 0.0)
 
@@ -170,3 +170,15 @@ def test_what_cannot_be_told_counts_apart() -> None:
     assert shadows.estimate().rate == pytest.approx(expected)
     widths = [each.high - each.low for each in (shadows.estimate(), shadows.raw())]
     assert widths[0] > widths[1], "the judge's own doubt is in it"
+
+
+def test_what_was_mended_is_forgotten_in_time() -> None:
+    shadows = Shadows(0.01, 60.0)
+    for right in [False] * 1000 + [True] * (MAX_VERDICTS - 1000):
+        shadows.count(right)
+    assert shadows.estimate().low > 0.1
+    for _ in range(1000):
+        shadows.count(True)
+    assert shadows.raw().rate == 0.0
+    assert shadows.estimate().low == 0.0
+    assert (shadows.judged, shadows.wrong) == (MAX_VERDICTS + 1000, 1000), "totals are of all"

@@ -7,6 +7,7 @@ from itertools import permutations
 import pytest
 
 from kvmesh.engine.worker import tail as tail_module
+from kvmesh.engine.worker.loading import LoadProgress
 from kvmesh.engine.worker.tail import ExposedTail
 from kvmesh.telemetry import metrics, names
 from test_worker_remote import mesh
@@ -72,3 +73,23 @@ async def test_known_series_of_an_engine_begin_at_zero() -> None:
         await m.ask(prompt(100))
         await m.all_back()
         assert metrics.value(names.NUM_TOKENS_WAITING, model_name=model) == 0.0
+
+
+async def test_pages_add_up_to_what_the_engine_was_given() -> None:
+    async with mesh() as m:
+        worker = m.decode.worker
+        await m.ask(prompt(100))
+        await m.all_back()
+        counts = worker.ctx.core.pool.counts()
+        assert sum(counts) == worker.ctx.core.load().total_pages > 0
+        model = worker.ctx.identity.served_name
+        await until(lambda: metrics.value(names.KV_POOL_PAGES, model_name=model) > 0)
+
+
+def test_a_model_that_is_loaded_does_not_look_stuck() -> None:
+    """A checkpoint may hold tensors that nobody reads: the last of those that are read is not the end of the bytes."""
+    progress = LoadProgress("/models/of-a-test")
+    progress(90, 100)
+    assert metrics.value(names.MODEL_LOAD_PROGRESS, model_name="of-a-test") == 0.9
+    progress.finished()
+    assert metrics.value(names.MODEL_LOAD_PROGRESS, model_name="of-a-test") == 1.0

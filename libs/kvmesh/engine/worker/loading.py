@@ -76,6 +76,7 @@ def _load_cuda(settings: WorkerSettings) -> Runner:
         runner = CudaRunner.load(
             settings.model, settings.dtype, f"cuda:{settings.gpu}", progress, **cuda_options(settings)
         )
+    progress.finished()
     log.info("loaded %s in %.1f s", runner.info.name, time.monotonic() - started)
     return runner
 
@@ -148,6 +149,7 @@ def _load_torch(settings: WorkerSettings) -> Runner:
         from kvmesh.engine.torch_runner import TorchRunner
 
         runner = TorchRunner.load(settings.model, dtype=settings.dtype, threads=threads, progress=progress)
+    progress.finished()
     log.info("loaded %s in %.1f s", runner.info.name, time.monotonic() - started)
     return runner
 
@@ -159,6 +161,10 @@ class LoadProgress:
         # A path would be a poor label.
         self._gauge = metrics.gauge(names.MODEL_LOAD_PROGRESS).labels(Path(model).name)
         self._next = 0.0
+
+    def finished(self) -> None:
+        """It is loaded: a checkpoint may hold more than a model reads, and would look stuck short of its end."""
+        self._gauge.set(1.0)
 
     def __call__(self, done: int, total: int) -> None:
         self._gauge.set(done / total if total else 1.0)

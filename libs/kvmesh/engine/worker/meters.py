@@ -58,6 +58,7 @@ class Meters:
         metrics.gauge(names.NUM_TOKENS_WAITING).labels(model).set(load.queued_tokens)
         metrics.gauge(names.KV_CACHE_USAGE).labels(model).set(1.0 - load.free_pages / max(1, load.total_pages))
         metrics.gauge(names.STALLED).labels(model).set(int(load.stalled))
+        metrics.gauge(names.KV_POOL_PAGES).labels(model).set(load.total_pages)
         for state, count in self._pages()._asdict().items():
             metrics.gauge(names.KV_PAGES).labels(model, state).set(count)
         counters, seen = self._counters(), self._seen
