@@ -156,6 +156,21 @@ class GatewaySettings(ServiceSettings):
     http_max_body_bytes: int = Field(
         default=8 * MIB, ge=1024, le=1024 * MIB, description="Largest HTTP request body, in bytes."
     )
+    http_max_connections: int = Field(
+        default=10_000,
+        ge=1,
+        le=1_000_000,
+        description="HTTP connections of a process (fewer where the limit of open files leaves fewer).",
+    )
+    http_max_connections_per_address: int = Field(
+        default=5000,
+        ge=0,
+        le=1_000_000,
+        description="HTTP connections of one address (IPv6: of a /64) to a process; 0 = no limit of its own.",
+    )
+    http_keep_alive_s: int = Field(
+        default=75, ge=1, le=3600, description="Seconds that an HTTP connection may be open without a request."
+    )
     cors_origins: NameList = Field(
         default=[], description='Origins whose pages may call the HTTP API ("*" = all); none = no page may.'
     )

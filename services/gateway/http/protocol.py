@@ -6,6 +6,7 @@ clients that neither read nor leave. What breaks a bound gets its status in Open
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from services.gateway.http.errors import HttpError, error_body
+from services.gateway.http.places import Places
 from services.gateway.http_tls import TlsAwareProtocol
 
 MAX_HEAD_BYTES = 32 * 1024
@@ -21,12 +23,13 @@ MAX_HEADERS = 128
 MAX_URL_BYTES = 8 * 1024
 MAX_PIPELINED = 8
 HEAD_TIMEOUT_S = 20.0
-KEEP_ALIVE_S = 75.0
 # Without a byte taken off a full buffer.
 STALL_S = 60.0
 # After an answer to a body that was not read: what is still dropped before the connection goes.
 LINGER_S = 2.0
 LINGER_BYTES = 64 << 20
+# Connections without a place that are told so; more at a time are cut off.
+MAX_TOLD = 64
 
 
 class Refused(Exception):
@@ -54,7 +57,7 @@ class _Endless(int):
 
 class Connection(TlsAwareProtocol):
     """See above. `max_age_s`: 0 = as long as the client likes. `max_body_bytes`: buffered before it is read. `leaving`:
-    whether each answer is to be the last of its connection."""
+    whether each answer is to be the last of its connection. `places`: where it counts."""
 
     def __init__(
         self,
@@ -62,10 +65,13 @@ class Connection(TlsAwareProtocol):
         max_age_s: float = 0.0,
         max_body_bytes: int = 0,
         leaving: Callable[[], bool] = lambda: False,
+        places: Places | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._leaving = leaving
+        self._places = places
+        self._placed = False
         self._max_body_bytes = max_body_bytes
         # A tenth more or less: connections made together do not come back together.
         self._until = self.loop.time() + max_age_s * random.uniform(0.9, 1.1) if max_age_s else 0.0
@@ -83,6 +89,29 @@ class Connection(TlsAwareProtocol):
         # The request that is being answered; `cycle` is the one that came last.
         self._running: RequestResponseCycle | None = None
         self.app_state = {**self.app_state, "connection": self}
+
+    # --- whether it may come in
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Where there is no place it is told so before it has asked anything."""
+        super().connection_made(transport)
+        if self._places is None:
+            return
+        full = self._places.take(self._host)
+        self._placed = full is None
+        if full is None:
+            return
+        if len(self.connections) - len(self._places) > MAX_TOLD:
+            self.abort()
+        elif full == "all":
+            error = HttpError(503, "This gateway has no room for another connection.", code="overloaded")
+            self.refuse(error.http, error_body(error), [(b"retry-after", b"1")])
+        else:
+            error = HttpError(429, "Too many connections from this address.", code="too_many_connections")
+            self.refuse(error.http, error_body(error), [(b"retry-after", b"1")])
+
+    @property
+    def _host(self) -> str | None:
+        return self.client[0] if self.client is not None else None
 
     # --- what comes in
     def data_received(self, data: bytes) -> None:
@@ -216,6 +245,9 @@ class Connection(TlsAwareProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Whoever answers hears of it, also where further requests have come since."""
+        if self._placed and self._places is not None:
+            self._places.leave(self._host)
+            self._placed = False
         self._forget()
         super().connection_lost(exc)
 
@@ -298,7 +330,7 @@ class Connection(TlsAwareProtocol):
                 self.transport.close()
 
     def _head_is_late(self, now: float) -> bool:
-        limit = HEAD_TIMEOUT_S if self._begun else KEEP_ALIVE_S
+        limit = HEAD_TIMEOUT_S if self._begun else self.timeout_keep_alive
         return self._head_since is not None and now - self._head_since > limit
 
     @property

@@ -19,7 +19,8 @@ from kvmesh.rpc.limits import Deadline
 from kvmesh.rpc.tls import reloading_ssl_context
 from services.gateway.http.app import App
 from services.gateway.http.face import Face
-from services.gateway.http.protocol import KEEP_ALIVE_S, Connection
+from services.gateway.http.places import Places
+from services.gateway.http.protocol import HEAD_TIMEOUT_S, Connection
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0
@@ -44,6 +45,7 @@ class HttpServer:
         self._withdrawn = leaving
         self._listening = True
         self._state = ServerState()
+        self.places = Places(settings.http_max_connections, settings.http_max_connections_per_address)
         self._config = uvicorn.Config(
             app,
             http=Connection,
@@ -53,7 +55,7 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=int(KEEP_ALIVE_S),
+            timeout_keep_alive=settings.http_keep_alive_s,
         )
         # Every malformed byte of a stranger is not worth a line; what fails inside is logged where it fails.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -85,9 +87,13 @@ class HttpServer:
             max_age_s=self._settings.max_connection_age_s,
             max_body_bytes=self._settings.http_max_body_bytes,
             leaving=self._leaving,
+            places=self.places,
         )
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(make, sock=bound, ssl=tls, backlog=BACKLOG)
+        handshake_s = HEAD_TIMEOUT_S if tls is not None else None
+        self._server = await loop.create_server(
+            make, sock=bound, ssl=tls, backlog=BACKLOG, ssl_handshake_timeout=handshake_s
+        )
         host, port = bound.getsockname()[:2]
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()
@@ -128,6 +134,7 @@ class HttpServer:
     async def look(self, now: float) -> None:
         """Once a second; `now`: on the loop's clock."""
         self._date()
+        self.places.tell()
         # What fails in a look is its own: the others are still to be looked after.
         for connection in self.connections:
             try:

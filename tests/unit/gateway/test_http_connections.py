@@ -25,6 +25,7 @@ from services.gateway import request as running
 from services.gateway.http import protocol
 from services.gateway.http.body import Reading
 from services.gateway.http.exchange import duration
+from services.gateway.http.places import Places, origin
 from services.gateway.job import Job
 from services.gateway.limits.contract import LimitState, NoHold, Window
 
@@ -109,9 +110,86 @@ async def test_slow_senders_are_cut(world: World, monkeypatch: pytest.MonkeyPatc
     wire.writer.write(b"GET / HTTP/1.1\r\nHo")
     reply = await wire.reply()
     assert (reply.status, reply.error["code"]) == (408, "request_timeout")
-    monkeypatch.setattr(protocol, "KEEP_ALIVE_S", 0.05)
+    http._config.timeout_keep_alive = 0.05  # type: ignore[assignment]
     wire = await Wire.to(url)
     assert await wire.rest() == b""
+
+
+@pytest.mark.parametrize(
+    ("bound", "status", "code"),
+    [("http_max_connections", 503, "overloaded"), ("http_max_connections_per_address", 429, "too_many_connections")],
+)
+async def test_a_connection_too_many_is_told_so_and_costs_the_others_nothing(
+    world: World, caplog: pytest.LogCaptureFixture, bound: str, status: int, code: str
+) -> None:
+    await world.worker(text="ok")
+    url = await start_http(world, **{bound: 3})
+    http = world.gateway.http
+    assert http is not None
+    held = [await Wire.to(url) for _ in range(3)]
+    await world.until(lambda: len(http.places) == 3)
+    for _ in range(2):
+        wire = await Wire.to(url)
+        reply = await wire.reply()
+        assert (reply.status, reply.error["code"], reply.headers["connection"]) == (status, code, "close")
+        assert reply.headers["retry-after"] == "1"
+        assert await wire.rest() == b""
+    await http.look(asyncio.get_running_loop().time())
+    assert "HTTP connection(s) refused" in caplog.text
+    # Who has a place is served, and a place that is given up is the next one's.
+    held[0].post(CHAT, chat())
+    assert (await held[0].reply()).status == 200
+    held[1].close()
+    await world.until(lambda: len(http.places) == 2)
+    assert (await get(url, "/livez")).status == 200
+    for wire in held:
+        wire.close()
+    await world.until(lambda: len(http.places) == 0)
+
+
+async def test_of_many_connections_too_many_only_some_are_told_so(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that is told lives a moment longer: a flood of them is cut off."""
+    monkeypatch.setattr(protocol, "MAX_TOLD", 2)
+    monkeypatch.setattr(protocol, "LINGER_S", 60.0)
+    await world.worker(text="ok")
+    url = await start_http(world, http_max_connections=1)
+    http = world.gateway.http
+    assert http is not None
+    held = await Wire.to(url)
+    await world.until(lambda: len(http.places) == 1)
+    told = [await Wire.to(url) for _ in range(2)]
+    await world.until(lambda: len(http.connections) == 3)
+    for wire in [await Wire.to(url) for _ in range(3)]:
+        with contextlib.suppress(ConnectionResetError):
+            assert await wire.rest() == b""
+    for wire in told:
+        assert (await wire.reply()).status == 503
+    assert len(http.places) == 1
+    held.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "found"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        (None, ""),
+    ],
+)
+def test_what_counts_as_one_address(host: str | None, found: str) -> None:
+    assert origin(host) == found
+
+
+def test_places_leave_descriptors_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 4096))
+    assert Places(10_000, 0).most == 1024 - 256
+    assert Places(100, 0).most == 100
+    monkeypatch.setattr("resource.getrlimit", lambda _: (64, 64))
+    assert Places(10_000, 0).most == 32
 
 
 async def test_pipelined_requests_are_answered_in_order_and_bounded(world: World) -> None:

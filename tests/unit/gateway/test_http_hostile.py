@@ -13,7 +13,6 @@ from gateway_world import World
 from http_world import CHAT, Wire, chat, start_http
 from kvmesh.proto.v1 import engine_pb2
 from kvmesh.rpc.limits import Deadline
-from services.gateway.http import protocol
 from services.gateway.http.server import FLUSH_LOOK_S
 
 HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
@@ -67,7 +66,7 @@ async def test_a_connection_that_was_used_ends_though_it_is_fed(
     await world.until(lambda: connection.timeout_keep_alive_task is None)
     await http_of(world).look(asyncio.get_running_loop().time() + 1.0)
     assert not connection.transport.is_closing()
-    await http_of(world).look(asyncio.get_running_loop().time() + protocol.KEEP_ALIVE_S + 1.0)
+    await http_of(world).look(asyncio.get_running_loop().time() + connection.timeout_keep_alive + 1.0)
     assert await wire.rest() == b""
 
 
