@@ -17,6 +17,7 @@ from kvmesh.errors import Cancelled, DeadlineExceeded, KvmeshError, NotFound
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.rpc.credentials import Credentials, Principal
 from kvmesh.rpc.limits import RequestLimits
+from kvmesh.rpc.status import grpc_code
 from kvmesh.telemetry import about, names, tracing
 from services.gateway import embed as embedding
 from services.gateway import validate
@@ -150,7 +151,11 @@ class Front:
                     hold = await _in_time(limits, self.limiter.take(principal, job, running.stop))
                     try:
                         caller.admitted(hold.state)
+                        await _in_time(limits, self.preparer.check_grammar(job))
                         await running.run(job, observer, hold)
+                    except KvmeshError as error:
+                        hold.settle(pb.Usage(), None, grpc_code(error).value[0])
+                        raise
                     finally:
                         # The request has done so, unless it never began.
                         hold.settle(pb.Usage(), None, grpc.StatusCode.INTERNAL.value[0])

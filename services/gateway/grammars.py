@@ -1,4 +1,4 @@
-"""Whether a grammar compiles: asked before anything is spent on its request, off the event loop and within limits."""
+"""Whether a grammar compiles: asked before any worker is, off the event loop and within limits."""
 
 from __future__ import annotations
 

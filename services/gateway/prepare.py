@@ -91,7 +91,8 @@ class Preparer:
         *,
         served: str = "",
     ) -> Job:
-        """The job of a request that passed `check`. `served`: the model behind an alias, "" = as the fleet says."""
+        """The job of a request that passed `check`, its grammar unseen (`check_grammar`). `served`: the model behind an
+        alias, "" = as the fleet says."""
         info = self._worker(served or request.model)
         tokenizer = await self._tokenizers.get(info)
         bounds = validate.Bounds(
@@ -113,8 +114,6 @@ class Preparer:
         speech = shaped.speech(token_ids, tokenizer) if shaped is not None else Speech()
         if speech.grammar is not None:
             sampling.grammar.CopyFrom(speech.grammar)
-        if sampling.HasField("grammar"):
-            await self._grammars.check(sampling.grammar, tokenizer)
         cache = cache_mode(request.cache, principal.policy, user=request.user)
         if shaped is not None and shaped.functions and cache == pb.CACHE_MODE_SEMANTIC:
             # Of a similar question the words may do; the arguments of its calls are another question's.
@@ -144,11 +143,28 @@ class Preparer:
             weight=principal.policy.weight,
             messages=request.messages if isinstance(request, pb.ChatRequest) else (),
             prompt_text="" if isinstance(request, pb.ChatRequest) else request.text,
-            remake=lambda model: self.job(request, principal, request_id, limits, served=model),
+            remake=lambda model: self._remade(request, principal, request_id, limits, model),
             default_length=not request.sampling.HasField("max_tokens"),
             reader=speech.reader,
             context_digest=shaped.digest if shaped is not None else b"",
         )
+
+    async def check_grammar(self, job: Job) -> None:
+        """Whether its grammar, where there is one, compiles: dear, so that its tenant's limits come first."""
+        if job.sampling.HasField("grammar"):
+            await self._grammars.check(job.sampling.grammar, job.tokenizer)
+
+    async def _remade(
+        self,
+        request: pb.GenerateRequest | pb.ChatRequest,
+        principal: Principal,
+        request_id: str,
+        limits: RequestLimits,
+        model: str,
+    ) -> Job:
+        job = await self.job(request, principal, request_id, limits, served=model)
+        await self.check_grammar(job)
+        return job
 
     def _worker(self, model: str) -> engine_pb2.WorkerInfo:
         info = self._fleet.example(model)

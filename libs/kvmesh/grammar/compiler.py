@@ -14,6 +14,8 @@ from kvmesh.grammar.vocabulary import Vocabulary
 
 # What is compiled and kept may grow with use, to some ten MB each for the worst.
 MAX_KEPT = 64
+# Of the texts of all that are kept; each begins with some 40 bytes for a byte of its text.
+MAX_KEPT_BYTES = 1 << 20
 MAX_COMPILING = 256
 _BUSY_RETRY_S = 1.0
 
@@ -21,12 +23,17 @@ _BUSY_RETRY_S = 1.0
 class GrammarCompiler:
     """For one vocabulary and one event loop."""
 
-    def __init__(self, vocabulary: Vocabulary, workers: int = 1, kept: int = MAX_KEPT) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, workers: int = 1, kept: int = MAX_KEPT, kept_bytes: int = MAX_KEPT_BYTES
+    ) -> None:
+        """kept, kept_bytes: grammars that are kept, and their texts together; the one asked for last always is."""
         self.vocabulary = vocabulary
         self.compiled = 0
         self._pool = threads(workers, "grammar-compile")
         self._kept: OrderedDict[bytes, Match] = OrderedDict()
         self._max_kept = kept
+        self._max_bytes = kept_bytes
+        self._sizes: dict[bytes, int] = {}
         self._compiling: dict[bytes, asyncio.Future[Match]] = {}
 
     async def begin(
@@ -62,17 +69,20 @@ class GrammarCompiler:
             running = loop.run_in_executor(self._pool, self.vocabulary.compile, source)
             self.compiled += 1
             self._compiling[source.digest] = running
-            running.add_done_callback(lambda done: self._keep(source.digest, done))
+            running.add_done_callback(lambda done: self._keep(source, done))
         # One caller that leaves must not end it for the others.
         return await asyncio.shield(running)
 
-    def _keep(self, digest: bytes, done: asyncio.Future[Match]) -> None:
-        self._compiling.pop(digest, None)
+    def _keep(self, source: GrammarSource, done: asyncio.Future[Match]) -> None:
+        self._compiling.pop(source.digest, None)
         if done.cancelled() or done.exception() is not None:
             return
-        self._kept[digest] = done.result()
-        while len(self._kept) > self._max_kept:
-            self._kept.popitem(last=False)
+        self._kept[source.digest] = done.result()
+        self._kept.move_to_end(source.digest)
+        self._sizes[source.digest] = len(source.text.encode())
+        while len(self._kept) > self._max_kept or (len(self._kept) > 1 and sum(self._sizes.values()) > self._max_bytes):
+            oldest, _ = self._kept.popitem(last=False)
+            del self._sizes[oldest]
 
     def close(self) -> None:
         """Compile nothing more."""

@@ -102,6 +102,7 @@ async def generation(request: pb.GenerateRequest | pb.ChatRequest) -> None:
     """Up to the job; what passes is effective and in range."""
     PREPARER.check(request, PRINCIPAL)
     job = await PREPARER.job(request, PRINCIPAL, "r", request_limits(request.limits, RULES, None))
+    await PREPARER.check_grammar(job)
     sampling = job.sampling
     assert 0.0 <= sampling.temperature <= 100.0
     assert 0.0 < sampling.top_p <= 1.0

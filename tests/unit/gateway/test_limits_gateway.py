@@ -13,6 +13,8 @@ import pytest
 
 from gateway_world import World, end_of, kinds, next_event, rest
 from kvmesh.errors import BudgetExceeded, Overloaded
+from kvmesh.grammar.source import GrammarSource
+from kvmesh.grammar.vocabulary import Vocabulary
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.proto.v1 import router_pb2
 from kvmesh.rpc import hash_key
@@ -92,6 +94,37 @@ async def test_statuses_tell_whether_to_come_back(world: World, settings: Any) -
     assert isinstance(error, BudgetExceeded)
     assert error.retry_after is None
     assert error.details["limit"] == "budget"
+
+
+async def test_who_is_over_a_limit_has_no_grammar_compiled(
+    world: World, settings: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiled: list[str] = []
+    compile_ = Vocabulary.compile
+
+    def noted(self: Vocabulary, source: GrammarSource) -> Any:
+        compiled.append(source.text)
+        return compile_(self, source)
+
+    monkeypatch.setattr(Vocabulary, "compile", noted)
+    await world.worker()
+    settings["limits"]["usage_file"] = usage_file = tmp_path / "usage.jsonl"
+    await begin(world, static=True, grammar_timeout_ms=60_000, **settings)
+    # One that does not compile has been work as well.
+    bad = world.chat(metadata=bearer("rated"), sampling={"grammar": pb.Grammar(regex="(")})
+    assert from_rpc_error(await end_of(bad)).details["field"] == "grammar"
+    assert compiled == ["("]
+    error = from_rpc_error(
+        await end_of(world.chat(metadata=bearer("rated"), sampling={"grammar": pb.Grammar(regex="a")}))
+    )
+    assert isinstance(error, Overloaded)
+    assert error.details["limit"] == "requests_per_minute"
+    assert compiled == ["("]
+    async with asyncio.timeout(LIMIT_S):
+        while not usage_file.exists() or not lines(usage_file):
+            await asyncio.sleep(0.01)
+    (line,) = map(json.loads, lines(usage_file))
+    assert (line["code"], line["cost"]) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], 0)
 
 
 async def test_a_stream_ends_where_the_budget_does_and_its_worker_stops(world: World, settings: Any) -> None:

@@ -362,6 +362,25 @@ async def test_compiled_once_for_each_text_and_the_last_are_kept() -> None:
         compiler.close()
 
 
+async def test_what_is_kept_is_bounded_by_the_size_of_its_texts_too() -> None:
+    compiler = GrammarCompiler(VOCABULARY, kept=8, kept_bytes=100)
+    try:
+        small, large, huge = (GrammarSource.of(Grammar(regex=size * "a")) for size in (10, 60, 200))
+        for source in (small, large, small, large):
+            await compiler.compile(source)
+        assert compiler.compiled == 2
+        # Larger than all may be: kept alone.
+        await compiler.compile(huge)
+        await compiler.compile(huge)
+        assert compiler.compiled == 3
+        assert len(compiler._kept) == len(compiler._sizes) == 1
+        await compiler.compile(small)
+        assert compiler.compiled == 4
+        assert list(compiler._kept) == [small.digest]
+    finally:
+        compiler.close()
+
+
 def test_who_serves_none() -> None:
     with pytest.raises(FailedPrecondition, match="end-of-sequence"):
         Vocabulary(TOKENIZER.to_str(), SIZE, [])
