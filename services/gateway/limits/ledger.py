@@ -28,6 +28,8 @@ AGAIN_S = 0.5
 ADOPT_S = 30.0
 CLOSE_S = 2.0
 MAX_PENDING = 100_000
+MAX_NEW = 100_000
+"""While a look at Redis or the disk does not come back."""
 
 
 class Ledger:
@@ -44,6 +46,7 @@ class Ledger:
         self._usage = UsageFile(usage_file) if usage_file is not None else None
         self._number = 0
         self._new: list[Spend] = []
+        self._lost = 0
         self._pending: list[Spend] = []
         self._spilled = False
         self._dirty = False
@@ -68,7 +71,11 @@ class Ledger:
 
     def add(self, spend: Spend) -> None:
         """Settle it as soon as may be."""
-        self._new.append(spend)
+        if len(self._new) < MAX_NEW:
+            self._new.append(spend)
+        else:
+            metrics.counter(names.LIMITS_LOST).inc()
+            self._lost += 1
         self._wake.set()
 
     async def run(self) -> None:
@@ -99,6 +106,9 @@ class Ledger:
     async def _flush(self) -> bool:
         self._wake.clear()
         new, self._new = self._new, []
+        if self._lost:
+            log.error("%d settlement(s) are lost: redis or the disk did not answer for too long", self._lost)
+            self._lost = 0
         await self._remember(new)
         while self._pending:
             batch = self._pending

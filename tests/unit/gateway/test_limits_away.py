@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvmesh.errors import Overloaded, Unavailable
+from kvmesh.store.limits import LimitStore, Spend
 from kvmesh.telemetry import metrics, names
 from limits_kit import LIMIT_S, Valkey, a_job, gateway, lines, policy, until, usage
+from services.gateway.limits.ledger import Ledger
 
 BUDGET = policy(budget={"amount": 100_000})
 
@@ -189,6 +191,44 @@ async def test_without_a_journal_memory_is_bounded(valkey: Valkey, monkeypatch: 
     async with gateway(valkey) as made:
         await spend_away(made, valkey, 5)
         assert made.limits.ledger.unsettled == 3
+
+
+async def test_memory_is_bounded_while_a_look_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Redis that hangs, or a disk: what ends meanwhile is neither pending nor journalled yet."""
+    monkeypatch.setattr("services.gateway.limits.ledger.MAX_NEW", 3)
+    entered, go = asyncio.Event(), asyncio.Event()
+    settled: list[int] = []
+
+    class Hanging(LimitStore):
+        async def settle(self, journal: str, spends: Sequence[Spend]) -> list[Spend]:
+            entered.set()
+            await go.wait()
+            settled.extend(spend.number for spend in spends)
+            return []
+
+    ledger = Ledger("a", Hanging.__new__(Hanging))
+
+    def add() -> None:
+        ledger.add(
+            Spend(ledger.next_number(), "t", "h", "tokens:all", 0.0, 0, 1, 1, "m", 1, 0, 1, f"r{ledger.unsettled}")
+        )
+
+    lost = metrics.counter(names.LIMITS_LOST)._value.get()
+    add()
+    flush = asyncio.create_task(ledger.flush())
+    async with asyncio.timeout(LIMIT_S):
+        await entered.wait()
+    for _ in range(5):
+        add()
+    assert ledger.unsettled == 4
+    assert metrics.counter(names.LIMITS_LOST)._value.get() - lost == 2
+    go.set()
+    assert await flush
+    assert await ledger.flush()
+    assert settled == [1, 2, 3, 4]
+    assert "2 settlement(s) are lost" in caplog.text
 
 
 async def test_with_a_journal_nothing_is_lost_that_memory_has_no_room_for(
