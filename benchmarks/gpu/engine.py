@@ -92,11 +92,13 @@ class Engine:
     ) -> None:  # fmt: skip
         from kvmesh.engine.cuda.doorbell import PAGE_BYTES, HostBell
         from kvmesh.engine.cuda.memory import gpu_memory, kv_regions
-        from kvmesh.engine.cuda.runner import CudaRunner
 
-        runner = CudaRunner.load(
-            spec, "bf16", self.device, max_batch=max_batch, token_budget=token_budget, max_model_len=max_model_len,
-            cuda_graphs=graphs,
+        runner = self.load_runner(
+            spec,
+            {
+                "max_batch": max_batch, "token_budget": token_budget, "max_model_len": max_model_len,
+                "cuda_graphs": graphs,
+            },
         )  # fmt: skip
         self.runner: Any = runner
         index = self.device.index or 0
@@ -107,6 +109,12 @@ class Engine:
         self._bell_region = Region.create("doorbell", PAGE_BYTES)
         self.bell = HostBell(self._bell_region, index)
         runner.bind_cuda(self.layout, self.regions, self.bell)
+
+    def load_runner(self, spec: str, options: dict[str, Any]) -> Any:
+        """The runner of a GPU engine. options: of `CudaRunner.load`."""
+        from kvmesh.engine.cuda.runner import CudaRunner
+
+        return CudaRunner.load(spec, "bf16", self.device, **options)
 
     def _on_cpu(self, spec: str, pages: int) -> None:
         from kvmesh.engine.torch_runner import TorchRunner

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "libs"))
 from kvmesh.config import DecodeSettings, PrefillSettings
 from kvmesh.engine.events import RequestKey
 from kvmesh.engine.worker.bootstrap import Worker
+from kvmesh.engine.worker.leaving import leave
 from kvmesh.engine.worker.steps import RequestStep
 from kvmesh.rpc.service import ServiceContext, run_service
 
@@ -32,5 +33,5 @@ if __name__ == "__main__":
         return Worker(context, at_step=at_step)
 
     if service == "prefill":
-        sys.exit(run_service(PrefillSettings, build))
-    sys.exit(run_service(DecodeSettings, build))
+        leave(run_service(PrefillSettings, build))
+    leave(run_service(DecodeSettings, build))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 from kvmesh.config import DecodeSettings
+from kvmesh.engine.worker.leaving import leave
 from kvmesh.rpc.service import run_service
 from services.decode.service import build
 
 if __name__ == "__main__":
-    sys.exit(run_service(DecodeSettings, build))
+    leave(run_service(DecodeSettings, build))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 from kvmesh.config import PrefillSettings
+from kvmesh.engine.worker.leaving import leave
 from kvmesh.rpc.service import run_service
 from services.prefill.service import build
 
 if __name__ == "__main__":
-    sys.exit(run_service(PrefillSettings, build))
+    leave(run_service(PrefillSettings, build))

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -255,28 +256,41 @@ class Leader:
         return getattr(self._runner, name) if hasattr(self._runner, name) else getattr(self._runner._shard, name)
 
 
-@pytest.fixture(scope="module", params=["untied", "tied_bias"])
+@pytest.fixture(scope="module", params=["untied", "tied_bias", "two_hosts", "two_hosts_no_graphs"])
 def drivers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    """The same model on one GPU and on two."""
+    """The same model on one GPU and on two, of one host or of two."""
     pytest.importorskip("triton")
     from kvmesh.engine.cuda.runner import CudaRunner
-    from kvmesh.engine.parallel.ahead import AheadRunner
-    from kvmesh.engine.parallel.ranks import start_ranks
     from tests.gpu import cuda_kit
+    from tests.gpu.hosts_kit import two_hosts
 
     more = {"tie_word_embeddings": True, "attention_bias": True} if request.param == "tied_bias" else {}
     cuda_kit.SHAPES["tp"] = {**SHAPE, **more}
     directory: Path = tmp_path_factory.mktemp("tp")
     cuda_kit.make_model(directory, "tp")
+    options = OPTIONS | ({"cuda_graphs": False} if request.param == "two_hosts_no_graphs" else {})
     one = cuda_kit.Driver(CudaRunner.load(str(directory), "bf16", "cuda:0", **OPTIONS))
-    two = AheadRunner.load(
-        start_ranks(str(directory), 2, 1), str(directory), "bf16", first_gpu=0, options=OPTIONS, timeout_s=WAIT_S
-    )
     try:
-        yield one, cuda_kit.Driver(Leader(two))
+        if request.param.startswith("two_hosts"):
+            with two_hosts(tmp_path_factory.mktemp("hosts"), str(directory), options, WAIT_S) as two:
+                yield one, cuda_kit.Driver(Leader(two))
+        else:
+            with _one_host(str(directory), options) as two:
+                yield one, cuda_kit.Driver(Leader(two))
+    finally:
+        one.runner.close()
+
+
+@contextmanager
+def _one_host(model: str, options: dict[str, Any]) -> Iterator[Any]:
+    from kvmesh.engine.parallel.ahead import AheadRunner
+    from kvmesh.engine.parallel.ranks import start_ranks
+
+    two = AheadRunner.load(start_ranks(model, 2, 1), model, "bf16", first_gpu=0, options=options, timeout_s=WAIT_S)
+    try:
+        yield two
     finally:
         two.close()
-        one.runner.close()
 
 
 def _ids(count: int, seed: int = 0) -> list[int]:
