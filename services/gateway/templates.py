@@ -1,81 +1,34 @@
 """Chat templates: the model's own Jinja template in a sandbox, equal to what the ecosystem renders.
 
-A template comes with the model file, so it may compute but not reach out: immutable sandbox, bounded output, no file
-loader. `protect` keeps users from writing control tokens (see its docstring).
+A template comes with the model file, so it may compute but not reach out: see `sandbox`; its output is bounded, and
+there is no file loader. `protect` keeps users from writing control tokens (see its docstring).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.exceptions
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 
 from kvmesh.errors import FailedPrecondition, InvalidArgument, TooLarge
+from services.gateway.sandbox import RaisedByTemplate, TooMuchWork, bounded, compiled
+
+log = logging.getLogger(__name__)
 
 MAX_TEMPLATE_BYTES = 256 * 1024
-
-
-class _RaisedByTemplate(jinja2.TemplateError):
-    """What `raise_exception` in a template raises: a message for the caller about the messages."""
-
+RENDER_S = 2.0
+"""Of a processor, for one rendering: a hundred times what megabytes of messages take."""
+MAX_GROWTH = 8
+"""What a template makes on its way may be so many times as long as the prompt."""
 
 # What a template fails with that does not fit the messages, or never ends.
 _FAILURES: tuple[type[Exception], ...] = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
 _FAILURES += (AttributeError, RecursionError, MemoryError)
-
-
-def _raise_exception(message: object) -> NoReturn:
-    raise _RaisedByTemplate(str(message))
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML, which models were never trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`: some templates mark with it what a model learns from. Rendered as is."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Refuses the one operator with which a short expression makes a huge string."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" or not all(isinstance(side, int | float) for side in (left, right)):
-            raise jinja2.exceptions.SecurityError(f"operator {operator} is not allowed here")
-        return super().call_binop(context, operator, left, right)
-
-
-def _environment() -> _Sandbox:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
 
 
 def _up_to(text: str, end: str) -> str:
@@ -132,7 +85,7 @@ class ChatTemplate:
         if len(source.encode()) > MAX_TEMPLATE_BYTES:
             raise FailedPrecondition(f"the chat template is larger than {MAX_TEMPLATE_BYTES} bytes")
         try:
-            self._template = _environment().from_string(source)
+            self._template = compiled(source)
         except jinja2.TemplateError as exc:
             raise FailedPrecondition(f"the model's chat template does not compile: {exc}") from None
         # One character cannot be cut in two.
@@ -143,6 +96,8 @@ class ChatTemplate:
         for begin in {text[:size] for text in controls for size in range(1, len(text))}:
             self._begins.setdefault(begin[-1], []).append(begin)
         self._variables = dict(variables)
+        self.slow = False
+        """True once a rendering was too much work: others are not to be held up by the next one."""
 
     def render(
         self,
@@ -206,21 +161,21 @@ class ChatTemplate:
         return protected, count
 
     def _run(self, messages: list[Any], tools: Any, variables: dict[str, Any], max_chars: int) -> str:
+        given = {"documents": None, "add_generation_prompt": True} | variables | self._variables
         pieces, size = [], 0
         try:
-            for piece in self._template.generate(
-                **{"documents": None, "add_generation_prompt": True}
-                | variables
-                | self._variables
-                | {"messages": messages, "tools": tools}
-            ):
-                size += len(piece)
-                if size > max_chars:
-                    raise TooLarge(f"the rendered prompt is longer than {max_chars} characters")
-                pieces.append(piece)
-        except _RaisedByTemplate as exc:
+            with bounded(RENDER_S, max(MAX_GROWTH * max_chars, 1 << 20)):
+                for piece in self._template.generate(**given | {"messages": messages, "tools": tools}):
+                    size += len(piece)
+                    if size > max_chars:
+                        raise TooLarge(f"the rendered prompt is longer than {max_chars} characters")
+                    pieces.append(piece)
+        except RaisedByTemplate as exc:
             raise InvalidArgument(f"messages: {exc}", details={"field": "messages"}) from None
         except _FAILURES as exc:
+            if isinstance(exc, TooMuchWork) and not self.slow:
+                self.slow = True
+                log.warning("the model's chat template does not come to an end: %s", exc)
             raise InvalidArgument(
                 f"messages: the model's chat template cannot render them ({type(exc).__name__})",
                 details={"field": "messages"},

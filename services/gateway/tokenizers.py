@@ -111,7 +111,7 @@ class ModelTokenizer:
         if template is None:
             raise FailedPrecondition("the model has no chat template; use Generate")
         room = max_bytes + TEMPLATE_ROOM_CHARS
-        size = _chars((messages, tools))
+        size = INLINE_CHARS + 1 if template.slow else _chars((messages, tools))
         return await self._encode(
             await _maybe_thread(
                 size,

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import threading
 import time
 from functools import cache
 from itertools import pairwise
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvmesh.errors import FailedPrecondition, InvalidArgument, TooLarge
 from kvmesh.loading.tokenizer import CHATML_TEMPLATE, load_tokenizer
@@ -197,3 +200,80 @@ async def test_many_pieces_are_tokenized_some_at_a_time() -> None:
     assert await tokenizer._encode(["x" * 7] * 5000) == plain * 5000
     assert sum(sizes) == 5000
     assert max(sizes) <= 1024
+
+
+ENDLESS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "filtered loops": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "calls": "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}"
+    + 40 * "{% call m() %}"
+    + "x"
+    + 40 * "{% endcall %}",
+    "blocks": "{% set n = namespace(d=60) %}{% block b %}{% if n.d > 0 %}{% set n.d = n.d - 1 %}"
+    "{{ self.b() }}{{ self.b() }}{% set n.d = n.d + 1 %}{% endif %}{% endblock %}",
+    "recursion": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) if loop.depth < 60 }}{% endfor %}",
+}
+HUGE = {
+    "joined": "{% set n = namespace(x='abcdefgh') %}{% for a in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "added": "{% set n = namespace(x=[1, 2]) %}{% for a in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "captured": "{% set x = 'abcdefgh' %}" + 40 * "{% set x %}{{ x }}{{ x }}{% endset %}",
+    "filtered": "{% set x = 'abcdefgh' %}" + 40 * "{% set x = [x, x] | join %}",
+    "returned": "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}{% set x = 'abcdefgh' %}" + 40 * "{% set x = m(x) %}",
+    "multiplied": "{% set n = namespace(x=9) %}{% for a in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "center": "{{ 'a' | center(10 ** 9) }}{{ 'a' | center(1000000000) }}",
+    "ljust": "{{ 'a'.ljust(1000000000) }}",
+    "format": "{{ '{:>1000000000}'.format(1) }}",
+    "nested format": "{{ '{:>{}}'.format(1, 1000000000) }}",
+    "percent": "{{ '%01000000000d' % 1 }}",
+    "format filter": "{{ '%01000000000d' | format(1) }}",
+    "indent": "{{ {'a': 1} | tojson(indent=1000000000) }}",
+}
+
+
+@pytest.mark.parametrize("source", [*ENDLESS.values(), *HUGE.values()], ids=[*ENDLESS, *HUGE])
+def test_a_template_that_does_not_come_to_an_end_is_an_error(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.templates.RENDER_S", 0.1)
+    template = ChatTemplate(source, special=[], variables={})
+    with pytest.raises(InvalidArgument) as raised:
+        template.render(as_messages([("user", "x")]), max_chars=1000)
+    assert raised.value.details["field"] == "messages"
+    assert template.slow or "SecurityError" in raised.value.message
+    # The next one has its own budget.
+    assert ChatTemplate("{{ messages | length }}", special=[], variables={}).render([{}], max_chars=9) == ["1"]
+
+
+def test_what_bounds_a_template_changes_nothing_else() -> None:
+    source = (
+        "{%- for m in messages if m.role != 'no' -%}{% set x %}{{ m.content | trim }}!{% endset %}"
+        "{{ loop.index0 ~ ':' ~ x ~ none ~ missing ~ 1.5 }}{% if not loop.last %}{{ ', ' + '%s' % m.role }}{% endif %}"
+        "{%- if loop.index == 2 %}{% break %}{% endif %}{%- else -%}none{%- endfor -%}"
+        "{% set y | upper %}a{{ 'b' | center(3) }}{% endset %}[{{ y }}]{{ [1] + [2] }}{{ 7 % 4 }}"
+        "{% autoescape true %}{{ y ~ '<' ~ ('<b>' | safe) }}{% endautoescape %}"
+        "{% macro m(a) %}({{ a }}{{ caller() }}){% endmacro %}{% call m(1) %}in{% endcall %}"
+        "{{ '{:>4}'.format('r') }}{{ 'abc'.find('c', 20000) }}{{ 1700000000 | default(1700000000) }}"
+    )
+    messages = as_messages([("user", " a "), ("no", "-"), ("bot", "b"), ("user", "c")])
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    expected = plain.from_string(source).render(messages=messages)
+    assert expected.startswith("0:a!None1.5, user1:b!None1.5, bot[A B ]")
+    assert ChatTemplate(source, special=[], variables={}).render(messages, max_chars=999) == [expected]
+
+
+async def test_a_template_that_was_too_much_work_holds_nobody_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first time it is on the event loop, where short conversations are rendered; from then on in a thread."""
+    monkeypatch.setattr("services.gateway.templates.RENDER_S", 0.05)
+    bundle = dataclasses.replace(load_tokenizer("smollm2"), chat_template=ENDLESS["loops"])
+    tokenizer = ModelTokenizer(bundle)
+    seen: list[bool] = []
+    run = ChatTemplate._run
+
+    def noted(self: ChatTemplate, *args: Any) -> str:
+        seen.append(threading.current_thread() is threading.main_thread())
+        return run(self, *args)
+
+    monkeypatch.setattr(ChatTemplate, "_run", noted)
+    for _ in range(3):
+        with pytest.raises(InvalidArgument):
+            await tokenizer.encode_chat(as_messages([("user", "x")]), 1000)
+    assert seen == [True, False, False]
