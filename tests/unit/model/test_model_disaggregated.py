@@ -6,8 +6,6 @@ size and with prefix hits on either side.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -42,16 +40,6 @@ def test_apart_equals_alone(
     pair: tuple[Bench, Bench], alone: torch.Tensor, chunk: int, src_hit: int, dst_hit: int
 ) -> None:
     assert_close(disaggregated(pair, PROMPT, chunk, src_hit, dst_hit), alone)
-
-
-def test_smollm2_apart_equals_alone_and_transformers(smollm2_path: Path, smollm2_reference: torch.nn.Module) -> None:
-    pair = tuple(Bench(TorchRunner.load(str(smollm2_path), "fp32"), PAGE, num_pages=64) for _ in range(2))
-    prompt = np.random.default_rng(4).integers(0, 49152, 3 * PAGE + 2).tolist()
-    with torch.inference_mode():
-        theirs = smollm2_reference(torch.tensor([prompt])).logits[0, -1:]
-    apart = disaggregated(pair, prompt, PAGE + 1, 1, 0)  # type: ignore[arg-type]
-    assert_close(apart, theirs)
-    assert_close(apart, pair[1].run(prompt, len(prompt))[-1:])
 
 
 def test_a_page_that_was_not_moved_is_noticed(pair: tuple[Bench, Bench], alone: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from disagg_kit import disaggregated
 from kvmesh.engine.runner import StepBatch
 from kvmesh.engine.torch_runner import TorchRunner
 from model_harness import Bench, assert_close
@@ -58,6 +59,20 @@ def test_smollm2_greedy_text_equals_transformers(smollm2: TorchRunner, smollm2_r
         ours += fed
     assert len(ours) >= 8
     assert ours == theirs[: len(ours)]
+
+
+def test_smollm2_apart_equals_alone_and_transformers(
+    smollm2: TorchRunner, smollm2_path: Path, smollm2_reference: torch.nn.Module
+) -> None:
+    """Here and not in test_model_disaggregated.py: transformers needs long to read the model."""
+    page = 16
+    pair = Bench(smollm2, page, num_pages=64), Bench(TorchRunner.load(str(smollm2_path), "fp32"), page, num_pages=64)
+    prompt = np.random.default_rng(4).integers(0, 49152, 3 * page + 2).tolist()
+    with torch.inference_mode():
+        theirs = smollm2_reference(torch.tensor([prompt])).logits[0, -1:]
+    apart = disaggregated(pair, prompt, page + 1, 1, 0)
+    assert_close(apart, theirs)
+    assert_close(apart, pair[1].run(prompt, len(prompt))[-1:])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvmesh.engine.parallel import runner as runner_module
 from kvmesh.engine.parallel.ranks import RankGroup, start_ranks
 from kvmesh.engine.parallel.runner import ParallelRunner
 from kvmesh.engine.parallel.wire import Frame, Kind
@@ -27,6 +28,7 @@ from kvmesh.engine.torch_runner import TorchRunner
 from kvmesh.errors import InvalidArgument, KvmeshError, Unavailable
 from kvmesh.kv.pidfd import open_pidfd, wait_exit
 from kvmesh.kv.ring import DOORBELL_BYTES, Doorbell
+from kvmesh.layers.parallel import leader_store, member_store
 from model_harness import sample_of
 from model_tiny import TINY, make_tiny
 
@@ -210,7 +212,7 @@ def test_a_rank_that_dies_while_loading_ends_the_start(
     """At once and by name, wherever the leader is: waiting for ranks to meet, or reading weights."""
     ranks = start_ranks(str(directory), 2, 1)
     pidfds = [open_pidfd(pid) for pid in ranks.pids]
-    told, read = threading.Event(), []
+    told, read, kept = threading.Event(), [], []
     ranks.on_lost(lambda reason: told.set())
 
     def kill() -> None:
@@ -221,6 +223,11 @@ def test_a_rank_that_dies_while_loading_ends_the_start(
         kill()
         return frames
 
+    def store_apart(timeout_s: float, address: str = "127.0.0.1") -> tuple[object, int]:
+        store, port = leader_store(timeout_s, address)
+        kept.append(store)
+        return member_store(port, timeout_s, address), port
+
     def progress(done: int, total: int) -> None:
         read.append(done)
         kill()
@@ -230,6 +237,7 @@ def test_a_rank_that_dies_while_loading_ends_the_start(
         kill()
     elif phase == "meet":
         monkeypatch.setattr(ranks, "gather", gather)
+        monkeypatch.setattr(runner_module, "leader_store", store_apart)
     began = time.monotonic()
     with pytest.raises(Unavailable, match=r"rank 1 \(pid \d+\) ended with code -9"):
         ParallelRunner.load(
@@ -239,6 +247,12 @@ def test_a_rank_that_dies_while_loading_ends_the_start(
     assert time.monotonic() - began < WAIT_S / 2
     assert len(read) == (phase == "load")
     assert gone(pidfds)
+    # Whoever still waits for the rank, in gloo and deaf to everything else, is let go with its store.
+    kept.clear()
+    for thread in threading.enumerate():
+        if thread.name == "ranks-meet":
+            thread.join(WAIT_S / 2)
+            assert not thread.is_alive()
 
 
 def test_what_a_rank_says_last_is_the_reason_and_needs_no_step(directory: Path) -> None:
