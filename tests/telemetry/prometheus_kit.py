@@ -90,11 +90,12 @@ class Prometheus:
         raise AssertionError(f"Prometheus does not serve within {START_S:g} s")
 
 
-def configuration(folder: Path, interval: str = "1s") -> Path:
-    """The shipped configuration, scraping often, with addresses from files: there is no DNS of compose here."""
+def configuration(folder: Path, rules: Path = DEPLOY, interval: str = "1s") -> Path:
+    """The shipped configuration, scraping often, with addresses from files: there is no DNS of compose here. `rules`:
+    where its folder of rules lies."""
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval}
-    config["rule_files"] = [str(DEPLOY / pattern) for pattern in config["rule_files"]]
+    config["rule_files"] = [str(rules / pattern) for pattern in config["rule_files"]]
     jobs = []
     for job in config["scrape_configs"]:
         if not job["job_name"].startswith("kvmesh-"):
@@ -111,13 +112,13 @@ def configuration(folder: Path, interval: str = "1s") -> Path:
 
 
 @contextlib.asynccontextmanager
-async def prometheus(folder: Path) -> AsyncIterator[Prometheus]:
-    """A running server whose data is gone afterwards."""
+async def prometheus(folder: Path, rules: Path = DEPLOY) -> AsyncIterator[Prometheus]:
+    """A running server whose data is gone afterwards. `rules`: see `configuration`."""
     binary = shutil.which("prometheus")
     assert binary, "no prometheus: `make test-telemetry` installs it"
     targets = folder / "targets"
     targets.mkdir()
-    config = configuration(targets)
+    config = configuration(targets, rules)
     port = free_port()
     with (folder / "prometheus.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(

@@ -211,7 +211,7 @@ TRANSFER_LINKS = _gauge(
 )
 PEER_FENCED = _counter(
     "transfer_peers_fenced_total",
-    "Peers fenced: engine (ours left), left (theirs did, in good order), link (it broke).",
+    "Peers fenced: engine (ours left), idle (theirs did, or it broke, with nothing on its way), link (transfers failed).",
     "cause",
 )
 HEARTBEATS_MISSED = _counter("heartbeats_missed_total", "Heartbeats that did not come in time.", "peer_kind")

@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 MAX_OFFERS = 16
 MAX_LINKS = 1024
 MAX_NOTICES = 1024
-LEFT = "the writer left"
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +139,7 @@ class IncomingLinks:
                 asyncio.create_task(self._read(link, messages)),
                 asyncio.create_task(link.ended.wait()),
             )
-            cause = link.end_reason or LEFT
+            cause = link.end_reason or "the writer left"
         except Exception as error:
             cause = short(error)
             if isinstance(error, LeaseExpired):
@@ -301,11 +300,12 @@ class IncomingLinks:
         link.transport.forget(link.link_id)
         metrics.gauge(names.TRANSFER_PEERS).labels(link.transport.name).dec()
         metrics.gauge(names.TRANSFER_LINKS).labels(link.transport.name, "in", link.choice.code).dec()
-        cause = "engine" if link.session.ending else "left" if reason == LEFT else "link"
-        metrics.counter(names.PEER_FENCED).labels(cause).inc()
         self._poll(link)
         log.info("link %x: %s ended: %s", link.link_id, link.peer, reason)
-        link.session.apply(link.session.slots.peer_lost(link.link_id, reason))
+        failed = link.session.slots.peer_lost(link.link_id, reason)
+        cause = "engine" if link.session.ending else "link" if failed else "idle"
+        metrics.counter(names.PEER_FENCED).labels(cause).inc()
+        link.session.apply(failed)
         self._tasks.spawn(self._fence(link), name="fence", essential=False)
 
     async def _fence(self, link: InLink) -> None:

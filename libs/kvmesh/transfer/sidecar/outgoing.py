@@ -58,7 +58,7 @@ class OutgoingLinks:
         metrics.at_zero(names.TRANSFER_LINKS, list(sidecar.options.transports)[:1], ("in", "out"), "first")
         metrics.at_zero(names.TRANSFER_SLOTS, "open")
         metrics.at_zero(names.TRANSFER_LEASES, ("writer", "peer"))
-        metrics.at_zero(names.PEER_FENCED, ("engine", "left", "link"))
+        metrics.at_zero(names.PEER_FENCED, ("engine", "idle", "link"))
         metrics.at_zero(names.HEARTBEATS_MISSED, "kvtransfer")
 
     async def link(self, session: Session, descriptor: pb.Descriptor) -> OutLink:
