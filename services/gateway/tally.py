@@ -58,7 +58,8 @@ class TenantNames:
     """Which tenants have series of their own: the first `limit`.
 
     `shared`: a file that several processes keep the names in. It is read and written once for each new tenant, and
-    never again once it is full.
+    never again once it is full. Nobody waits for it: while another process is at it, the request at hand is one of
+    `other`'s, and the tenant's next one asks again.
     """
 
     def __init__(self, limit: int, shared: Path | None = None) -> None:
@@ -80,13 +81,15 @@ class TenantNames:
             return
         try:
             with self._shared.open("a+", encoding="utf-8") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.seek(0)
                 self._names.update(json.loads(line) for line in file)
                 if tenant not in self._names and len(self._names) < self._limit:
                     file.seek(0, os.SEEK_END)
                     file.write(json.dumps(tenant) + "\n")
                     self._names.add(tenant)
+        except BlockingIOError:
+            return
         except (OSError, ValueError):
             # Without the file nobody knows what the others have: no new names.
             self._limit = 0
