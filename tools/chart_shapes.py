@@ -118,8 +118,8 @@ DEFINITIONS: dict[str, Schema] = {
     "optionalHost": text(f"^({HOST})?$", maxLength=253),
     "port": integer(1, 65535),
     "pullPolicy": word("Always", "IfNotPresent", "Never"),
-    "tag": text(r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$", **{"not": {"const": "latest"}}),
-    "imageReference": text(IMAGE, maxLength=512, **{"not": {"pattern": ":latest$"}}),
+    "tag": text(r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$"),
+    "imageReference": text(IMAGE, maxLength=512),
     "optionalImage": {"anyOf": [{"const": ""}, ref("imageReference")]},
     "image": loose(
         table(

@@ -5,6 +5,8 @@
 {{- $redis := include "kvmesh.redisKind" . -}}
 {{- $names := include "kvmesh.engineNames" . | fromYamlArray -}}
 
+{{- include "kvmesh.validateTag" (dict "where" "image.tag" "tag" $v.image.tag) -}}
+{{- include "kvmesh.validateTag" (dict "where" "redis.bundled.image" "tag" $v.redis.bundled.image) -}}
 {{- if and $v.redis.external.url $v.redis.bundled.enabled -}}
 {{- fail "redis.external.url and redis.bundled.enabled: choose one (set redis.bundled.enabled to false)" -}}
 {{- end -}}
@@ -85,9 +87,11 @@
 {{- fail (printf "%s.preStopSeconds: at most 20, since pods get limits.totalSeconds + 30 s to end" $where) -}}
 {{- end -}}
 {{- end -}}
+{{- include "kvmesh.validateTag" (dict "where" "kvtransfer.image.tag" "tag" ($v.kvtransfer.image | default dict).tag) -}}
 {{- $services := dict "gateway" $v.gateway "router" $v.router -}}
 {{- range $name := $names }}{{ $_ := set $services (printf "engines.%s" $name) (include "kvmesh.engine" (dict "root" $ "name" $name) | fromYaml) }}{{ end -}}
 {{- range $where, $service := $services -}}
+{{- include "kvmesh.validateTag" (dict "where" (printf "%s.image.tag" $where) "tag" ($service.image | default dict).tag) -}}
 {{- if gt (float64 (($service.settings | default dict).drain_timeout_s | default 0)) (float64 $v.limits.totalSeconds) -}}
 {{- fail (printf "%s.settings.drain_timeout_s is above limits.totalSeconds: pods would be killed first" $where) -}}
 {{- end -}}
@@ -170,6 +174,13 @@
 {{- include "kvmesh.validateSource" (dict "root" .root "where" (printf "%s.model.source" $where) "source" $model.source) -}}
 {{- end -}}
 
+{{/* A tag, or a reference that ends in one: where, tag. */}}
+{{- define "kvmesh.validateTag" -}}
+{{- if regexMatch "(^|:)latest$" (.tag | default "") -}}
+{{- fail (printf "%s: latest names whatever was pushed last, so pods of one release would differ and a rollback would bring nothing back: name a version" .where) -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "kvmesh.validateSource" -}}
 {{- $source := .source -}}
 {{- $type := $source.type -}}
@@ -178,6 +189,8 @@
 {{- end -}}
 {{- if and (eq $type "pvc") (not $source.pvc.claimName) }}{{ fail (printf "%s.type pvc needs pvc.claimName" .where) }}{{ end -}}
 {{- if and (eq $type "hostPath") (not (hasPrefix "/" $source.hostPath.path)) }}{{ fail (printf "%s.type hostPath needs an absolute hostPath.path" .where) }}{{ end -}}
+{{- include "kvmesh.validateTag" (dict "where" (printf "%s.oci.reference" .where) "tag" $source.oci.reference) -}}
+{{- include "kvmesh.validateTag" (dict "where" (printf "%s.init.image" .where) "tag" $source.init.image) -}}
 {{- if eq $type "oci" -}}
 {{- if not $source.oci.reference }}{{ fail (printf "%s.type oci needs oci.reference" .where) }}{{ end -}}
 {{- if not (include "kvmesh.atLeast" (dict "root" .root "version" "1.31")) -}}
