@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
 from kvmesh.cli.plan import MeshOptions
 from kvmesh.client import Client
 from kvmesh.proto.v1 import inference_pb2 as pb
-from mesh_kit import PATIENT, answer, mesh_up, until
+from mesh_kit import PATIENT, Mesh, answer, mesh_up, until
 
 REAL = MeshOptions(gateway_port=0, threads=1, settings=PATIENT)
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def unified() -> AsyncIterator[Mesh]:
+    """Two unified workers in fp32. One that was killed may still be starting."""
+    async with mesh_up(REAL, dtype="fp32", cache=False, prefill=0, decode=0, unified=2) as mesh:
+        yield mesh
 
 
 async def test_it_knows_the_capital_of_france() -> None:
@@ -33,15 +42,14 @@ async def test_it_knows_the_capital_of_france() -> None:
         await until(exact, "the second answer from the exact cache", timeout_s=120)
 
 
-async def test_disaggregated_equals_unified_in_fp32() -> None:
+async def test_disaggregated_equals_unified_in_fp32(unified: Mesh) -> None:
     """Greedy texts of a short answer; the logits themselves are compared in the unit tests."""
     question = "Name three colours of the rainbow, please, in one short sentence."
     async with mesh_up(REAL, dtype="fp32", cache=False) as mesh:
         apart, finished = await answer(mesh, question, max_tokens=24)
         assert finished.served.transfer_bytes > 0
-    async with mesh_up(REAL, dtype="fp32", cache=False, prefill=0, decode=0, unified=1) as mesh:
-        together, finished = await answer(mesh, question, max_tokens=24)
-        assert finished.served.transfer_bytes == 0
+    together, finished = await answer(unified, question, max_tokens=24)
+    assert finished.served.transfer_bytes == 0
     assert apart == together
 
 
@@ -107,23 +115,20 @@ class Spoken:
         return mine - max(score.values())
 
 
-async def test_decode_killed_while_the_real_model_speaks_in_fp32() -> None:
+async def test_decode_killed_while_the_real_model_speaks_in_fp32(unified: Mesh) -> None:
     """The other worker replays what was said, penalties included, and goes on where it stopped."""
-    async with (
-        mesh_up(REAL, dtype="fp32", cache=False, prefill=0, decode=0, unified=2) as mesh,
-        mesh.client() as client,
-    ):
-        whole = await Spoken().ask(client, mesh.model)
+    async with unified.client() as client:
+        whole = await Spoken().ask(client, unified.model)
         victim = ""
         # It may have said everything before it is known who says it.
         for _ in range(5):
             begun = asyncio.Event()
-            asked = asyncio.create_task(Spoken().ask(client, mesh.model, begun))
+            asked = asyncio.create_task(Spoken().ask(client, unified.model, begun))
             await asyncio.wait_for(begun.wait(), 120)
             for name in ("unified-0", "unified-1"):
-                if (await mesh.load(name)).running:
+                if (await unified.load(name)).running:
                     victim = name
-                    mesh.kill(name)
+                    unified.kill(name)
                     break
             healed = await asyncio.wait_for(asked, 120)
             if healed.finished.served.heals:

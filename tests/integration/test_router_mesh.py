@@ -23,7 +23,13 @@ async def ask(mesh: Mesh, text: str) -> tuple[str, str]:
 async def test_a_paraphrase_is_answered_from_the_semantic_cache(tmp_path: Path) -> None:
     program = tmp_path / "program.json"
     program.write_text('{"eos_after": 8}')
-    settings = {"decode.scripted_faults": str(program), "router.semantic_threshold": "0.85"}
+    settings = {
+        "decode.scripted_faults": str(program),
+        "router.semantic_threshold": "0.85",
+        # A look-up that waits for a processor is no miss.
+        "router.embed_timeout_ms": "5000",
+        "router.redis_timeout_ms": "5000",
+    }
     async with mesh_up(embedder="minilm", settings=settings) as mesh:
 
         async def embedder_is_loaded() -> bool:

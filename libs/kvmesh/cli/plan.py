@@ -220,4 +220,6 @@ def plan_mesh(
         playground=str(playground).lower(),
         playground_spans=spans,
     )
-    return MeshPlan((tuple(first), tuple(sidecars), (*engines, last)), gateway, tuple(addresses), http, playground)
+    # A sidecar knows nobody but its engine, so it does not wait for a router. Who looks for these comes after them: who
+    # is there first tries again, later and later.
+    return MeshPlan(((*first, *sidecars), (*engines, last)), gateway, tuple(addresses), http, playground)
