@@ -246,7 +246,7 @@ async def _kill_once(mesh: Mesh, client: Client) -> list[int]:
     begun = asyncio.Semaphore(0)
 
     async def one(index: int) -> int:
-        stream = client.generate([65 + index] * 20, max_tokens=300, ignore_eos=True, seed=index, cache="off")
+        stream = client.generate([65 + index] * 20, max_tokens=200, ignore_eos=True, seed=index, cache="off")
         told = False
         async for event in stream:
             if event.HasField("delta") and not told:
