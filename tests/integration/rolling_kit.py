@@ -39,8 +39,8 @@ SERVING = {
 }
 ENGINES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 UP_S = 120.0
-# What any end may take beside the time for draining.
-END_S = 60.0
+# What any end may take, the work in flight included.
+END_S = 120.0
 LOOK_S = 0.1
 
 
