@@ -90,7 +90,7 @@ class Prometheus:
         raise AssertionError(f"Prometheus does not serve within {START_S:g} s")
 
 
-def configuration(folder: Path, rules: Path = DEPLOY, interval: str = "1s") -> Path:
+def configuration(folder: Path, rules: Path, interval: str) -> Path:
     """The shipped configuration, scraping often, with addresses from files: there is no DNS of compose here. `rules`:
     where its folder of rules lies."""
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
@@ -112,13 +112,14 @@ def configuration(folder: Path, rules: Path = DEPLOY, interval: str = "1s") -> P
 
 
 @contextlib.asynccontextmanager
-async def prometheus(folder: Path, rules: Path = DEPLOY) -> AsyncIterator[Prometheus]:
-    """A running server whose data is gone afterwards. `rules`: see `configuration`."""
+async def prometheus(folder: Path, rules: Path = DEPLOY, interval: str = "2s") -> AsyncIterator[Prometheus]:
+    """A running server whose data is gone afterwards. `rules`: see `configuration`. A scrape gets an `interval`: one
+    that takes longer has found nothing."""
     binary = shutil.which("prometheus")
     assert binary, "no prometheus: `make test-telemetry` installs it"
     targets = folder / "targets"
     targets.mkdir()
-    config = configuration(targets, rules)
+    config = configuration(targets, rules, interval)
     port = free_port()
     with (folder / "prometheus.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(

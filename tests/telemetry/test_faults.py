@@ -77,7 +77,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     settings |= {f"{service}.metrics_listen": f"127.0.0.1:{free_port()}" for service in ("router", "prefill")}
     async with contextlib.AsyncExitStack() as stack:
         server, mesh = await asyncio.gather(
-            stack.enter_async_context(prometheus(folder, shortened(folder / "deploy"))),
+            stack.enter_async_context(prometheus(folder, shortened(folder / "deploy"), "1s")),
             stack.enter_async_context(mesh_up(SCRIPTED, decode=2, settings=settings)),
         )
         made = World(mesh, server, program)
