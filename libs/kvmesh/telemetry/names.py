@@ -211,7 +211,7 @@ TRANSFER_LINKS = _gauge(
 )
 PEER_FENCED = _counter(
     "transfer_peers_fenced_total",
-    "Peers fenced: engine (ours left), idle (theirs did, or it broke, with nothing on its way), link (transfers failed).",
+    "Peers fenced: engine (ours left), idle (nothing was on its way), link (its transfers failed).",
     "cause",
 )
 HEARTBEATS_MISSED = _counter("heartbeats_missed_total", "Heartbeats that did not come in time.", "peer_kind")
