@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import runpy
 import signal
 import subprocess
 import sys
 
 import pytest
+
+from kvmesh.engine.worker import leaving
+from kvmesh.rpc import service
 
 PROGRAM = """
 import atexit, os, sys, types
@@ -32,3 +37,13 @@ def test_a_process_with_a_gpu_ends_at_once(in_use: bool, status: int, seen: int)
     if in_use:
         # What was said before is not lost with it.
         assert ended.stdout == b"told\n"
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_programs_of_engines_end_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    importlib.import_module(f"services.{name}.service")
+    monkeypatch.setattr(service, "run_service", lambda settings, build: 7)
+    monkeypatch.setattr(leaving, "leave", seen.append)
+    runpy.run_module(f"services.{name}", run_name="__main__")
+    assert seen == [7]
