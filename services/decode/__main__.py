@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from kvmesh.config import DecodeSettings
-from kvmesh.engine.worker.leaving import leave
-from kvmesh.rpc.service import run_service
-from services.decode.service import build
+import gc
+
+
+def main() -> int:
+    """The exit status."""
+    # Nothing that imports make goes away again: without the collector they take an eighth less time.
+    gc.disable()
+    from kvmesh.config import DecodeSettings
+    from kvmesh.rpc.service import run_service
+    from services.decode.service import build
+
+    gc.enable()
+    return run_service(DecodeSettings, build)
+
 
 if __name__ == "__main__":
-    leave(run_service(DecodeSettings, build))
+    status = main()
+    from kvmesh.engine.worker.leaving import leave
+
+    leave(status)

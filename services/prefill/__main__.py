@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from kvmesh.config import PrefillSettings
-from kvmesh.engine.worker.leaving import leave
-from kvmesh.rpc.service import run_service
-from services.prefill.service import build
+import gc
+
+
+def main() -> int:
+    """The exit status."""
+    # Nothing that imports make goes away again: without the collector they take an eighth less time.
+    gc.disable()
+    from kvmesh.config import PrefillSettings
+    from kvmesh.rpc.service import run_service
+    from services.prefill.service import build
+
+    gc.enable()
+    return run_service(PrefillSettings, build)
+
 
 if __name__ == "__main__":
-    leave(run_service(PrefillSettings, build))
+    status = main()
+    from kvmesh.engine.worker.leaving import leave
+
+    leave(status)

@@ -7,11 +7,12 @@ import pytest
 # Files that take longest, longest first: one that begins last is waited for by a single process while the others idle.
 LONGEST = (
     "test_kill_rounds.py",
-    "test_kill_rounds_model.py",
     "test_real_model.py",
     "test_rolling.py",
     "test_tensor_parallel.py",
     "test_tensor_parallel_hosts.py",
+    # Not beside the other one with a real model: each holds it several times.
+    "test_kill_rounds_model.py",
     "test_streams.py",
     "test_mesh.py",
     "test_transfer_ends.py",

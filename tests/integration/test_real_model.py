@@ -16,6 +16,16 @@ from mesh_kit import PATIENT, Mesh, answer, mesh_up, until
 
 REAL = MeshOptions(gateway_port=0, threads=1, settings=PATIENT)
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
+QUESTION = "Name three colours of the rainbow, please, in one short sentence."
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def apart() -> str:
+    """What prefill and decode answer in fp32; they are gone again, and their memory with them."""
+    async with mesh_up(REAL, dtype="fp32", cache=False) as mesh:
+        text, finished = await answer(mesh, QUESTION, max_tokens=24)
+        assert finished.served.transfer_bytes > 0
+    return text
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -42,17 +52,6 @@ async def test_it_knows_the_capital_of_france() -> None:
         await until(exact, "the second answer from the exact cache", timeout_s=120)
 
 
-async def test_disaggregated_equals_unified_in_fp32(unified: Mesh) -> None:
-    """Greedy texts of a short answer; the logits themselves are compared in the unit tests."""
-    question = "Name three colours of the rainbow, please, in one short sentence."
-    async with mesh_up(REAL, dtype="fp32", cache=False) as mesh:
-        apart, finished = await answer(mesh, question, max_tokens=24)
-        assert finished.served.transfer_bytes > 0
-    together, finished = await answer(unified, question, max_tokens=24)
-    assert finished.served.transfer_bytes == 0
-    assert apart == together
-
-
 async def test_prefill_killed_while_the_real_model_prefills() -> None:
     text = "Tell me about rivers. " * 60
     async with mesh_up(REAL, cache=False, settings={"prefill.chunk_size": "32"}) as mesh:
@@ -66,6 +65,13 @@ async def test_prefill_killed_while_the_real_model_prefills() -> None:
         mesh.kill("prefill-0")
         _, finished = await asyncio.wait_for(asked, 120)
         assert finished.usage.completion_tokens > 0
+
+
+async def test_disaggregated_equals_unified_in_fp32(apart: str, unified: Mesh) -> None:
+    """Greedy texts of a short answer; the logits themselves are compared in the unit tests."""
+    together, finished = await answer(unified, QUESTION, max_tokens=24)
+    assert finished.served.transfer_bytes == 0
+    assert apart == together
 
 
 FREQUENCY, PRESENCE = 0.3, 0.2
