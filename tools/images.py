@@ -53,7 +53,8 @@ def _dockerfile_arg(service: str, argument: str) -> str:
 
 def torch_wheel(index: str) -> None:
     """Fills deploy/images/wheels where torch's index cannot be reached. Exits with the reason when that fails too."""
-    version = _dockerfile_arg("decode", "TORCH_VERSION")
+    lock = (ROOT / "deploy" / "images" / "locks" / "torch-cpu.txt").read_text(encoding="utf-8")
+    version = re.findall(r"^torch==([0-9.]+)", lock, re.MULTILINE)[0]
     if any(WHEELS.glob(f"torch-{version}*.whl")):
         return
     try:
@@ -90,6 +91,8 @@ def build(service: str, options: argparse.Namespace) -> float:
         command += ["--build-arg", f"{key}={value}"]
     if options.platform:
         command += ["--platform", options.platform]
+    if options.network:
+        command += ["--network", options.network]
     if options.push:
         command += ["--push"]
     began = time.monotonic()
@@ -100,9 +103,10 @@ def build(service: str, options: argparse.Namespace) -> float:
 
 
 def build_all(options: argparse.Namespace) -> None:
-    """All of them, `jobs` at a time: stages that two have in common are built once whichever comes first."""
+    """All of them, `jobs` at a time. At once they share stages; those of a build that has ended Docker 20.10 was seen
+    to build again, as long as another build ran."""
     # The engines' and the sidecar's are the long ones.
-    order = sorted(options.services, key=lambda service: ("decode", "kvtransfer").count(service), reverse=True)
+    order = sorted(options.services, key=lambda name: name not in (*ENGINES, "kvtransfer"))
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         waiting = {pool.submit(build, service, options): service for service in order}
         for done in concurrent.futures.as_completed(waiting):
@@ -164,12 +168,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tag", default="dev")
     parser.add_argument("--registry", default="")
     parser.add_argument("--platform", default="", help="such as linux/arm64")
+    parser.add_argument("--network", default="", help="of the builds: host, where the engine has no other")
     parser.add_argument("--push", action="store_true", help="to the registry, with buildx")
     parser.add_argument("--version", default="", help="of the label; the tag unless given")
     parser.add_argument("--source", default="", help="of the label: where the source lives")
     parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX") or TORCH_INDEX)
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--jobs", type=int, default=2, help="builds at a time; 1 shows their output as it comes")
+    parser.add_argument(
+        "--jobs", type=int, default=len(LIMITS), help="builds at a time; 1 shows their output as it comes"
+    )
     parser.add_argument("--sizes", action="store_true")
     parser.add_argument("--sbom", type=Path, metavar="FOLDER")
     options = parser.parse_args(arguments)

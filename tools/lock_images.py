@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Lock files of the images: `make lock` writes deploy/images/locks from pyproject.toml; `--check` says what is stale.
 
-A lock names every distribution of one image with its hashes; images install it with `--require-hashes --no-deps`. torch
-is in the CUDA lock only: its CPU build lives in an index of its own and is installed by its exact version. Resolving
-needs `uv` (PyPI) and the network; checking needs neither.
+A lock names every distribution of one image with its hashes; images install it with `--require-hashes --no-deps`.
+torch's CPU build lives in an index of its own, and has a lock of its own. Resolving needs `uv` (PyPI) and the network;
+checking needs neither.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Lock:
     # Distributions and all that only they need, left out of the file.
     without: re.Pattern[str] = _UNUSED
     deps: bool = True
+    index: str = "https://pypi.org/simple"
     drop: tuple[str, ...] = ()
 
 
@@ -60,6 +61,7 @@ ALL = (
     Lock("engine", ENGINE, constraints=(TORCH,), without=_CPU_UNUSED),
     # The GPU extra names the router's search library too; an engine has no use for it.
     Lock("engine-cuda", ("gpu",), constraints=(TORCH,), drop=("faiss-gpu-cu12",)),
+    Lock("torch-cpu", None, (TORCH,), deps=False, index="https://download.pytorch.org/whl/cpu"),
     Lock("smollm2", None, SMOLLM2, deps=False),
     Lock("embedder", None, EMBEDDER, deps=False),
     Lock("build", None, ("uv>=0.8,<1",)),
@@ -159,7 +161,7 @@ def write(lock: Lock, uv: str, upgrade: bool) -> None:
         command = [uv, "pip", "compile", "--quiet", "--generate-hashes", "--no-header", "--no-config"]
         # Of each version the hashes of all its files are written, so a lock serves aarch64 too.
         command += ["--python-version", PYTHON, "--python-platform", "x86_64-manylinux_2_28"]
-        command += ["--index-url", "https://pypi.org/simple", "-c", str(bounds)]
+        command += ["--index-url", lock.index, "-c", str(bounds)]
         command += [*([] if lock.deps else ["--no-deps"]), str(source), "-o", str(out)]
         subprocess.run(command, check=True, timeout=600)
         locked = blocks(out.read_text(encoding="utf-8"))

@@ -108,14 +108,15 @@ def test_a_stale_lock_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert any("uvloop 0.1 is not" in problem for problem in wrong)
 
 
-def test_torch_of_the_dockerfiles_is_the_locked_one() -> None:
+def test_torch_is_the_same_in_every_lock() -> None:
     locks = load("tools/lock_images.py")
     wanted = next(r for r in locks.project()["engine"] if r.name == "torch").specifier
-    for role in ("prefill", "decode"):
-        text = (ROOT / "services" / role / "Dockerfile").read_text(encoding="utf-8")
-        versions = re.findall(r"^ARG TORCH_VERSION=(\S+)$", text, re.MULTILINE)
-        assert versions == [locks.TORCH.partition("==")[2]]
-        assert wanted.contains(versions[0])
+    cpu, cuda = (
+        locks.blocks((locks.LOCKS / f"{name}.txt").read_text(encoding="utf-8"))["torch"][0]
+        for name in ("torch-cpu", "engine-cuda")
+    )
+    assert cpu == f"{cuda}+cpu"
+    assert wanted.contains(cuda)
 
 
 def test_the_engines_dockerfiles_are_one_text() -> None:
