@@ -5,6 +5,9 @@
 #   KVMESH_DOCKER_CACHE  a folder that keeps the private engine's images and build cache for the next run
 #   KVMESH_IMAGE_TAG     the images' tag (default dev); KVMESH_NO_BUILD=1: they are there already
 #   KVMESH_SOAK=1        more rounds of kills, more services restarted under load
+# By ahead.sh, which runs it beside other suites:
+#   KVMESH_DOCKER_ASIDE  build the images with a private engine whose containers are in this control group, and no more
+#   KVMESH_AHEAD, KVMESH_AHEAD_PID  that run's folder and process: its end is waited for
 # All of it ends within BOUND_S, whatever hangs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -14,7 +17,7 @@ shift || true
 export KVMESH_IMAGE_TAG=${KVMESH_IMAGE_TAG:-dev}
 export KVMESH_TAG=$KVMESH_IMAGE_TAG
 BOUND_S=1080
-[ -z "${KVMESH_SOAK:-}" ] || BOUND_S=21600
+[ -z "${KVMESH_SOAK:-}${KVMESH_DOCKER_ASIDE:-}" ] || BOUND_S=21600
 # With SIGINT pytest still takes its mesh down.
 bounded() {
     left=$((BOUND_S - SECONDS))
@@ -31,11 +34,24 @@ finish() {
 }
 trap finish EXIT
 trap 'exit 130' INT TERM
+if [ -n "${KVMESH_AHEAD_PID:-}" ]; then
+    timeout --foreground "$BOUND_S" tail --pid="$KVMESH_AHEAD_PID" -f /dev/null
+    echo "images, ahead ($SECONDS s waited):" && tail -n 20 "$KVMESH_AHEAD/log"
+    [ ! -e "$KVMESH_AHEAD/built" ] || KVMESH_NO_BUILD=1
+    SECONDS=0
+fi
 lines=$(bounded "$python" tests/compose/docker_kit.py up "$folder") || exit $?
 eval "$lines"
+# An engine of the user's knows nothing of that group.
+[ -z "${KVMESH_DOCKER_ASIDE:-}" ] || [ "$KVMESH_DOCKER" = private ] || exit 0
 if [ -z "${KVMESH_NO_BUILD:-}" ]; then
-    bounded "$python" tools/images.py --tag "$KVMESH_IMAGE_TAG"
+    # The host's network: aside there is no other.
+    bounded "$python" tools/images.py --tag "$KVMESH_IMAGE_TAG" --network host
 else
     "$python" tools/images.py --tag "$KVMESH_IMAGE_TAG" --sizes
+fi
+if [ -n "${KVMESH_DOCKER_ASIDE:-}" ]; then
+    touch "$KVMESH_AHEAD/built"
+    exit 0
 fi
 OMP_NUM_THREADS=1 bounded "$python" -m pytest -p no:cacheprovider --color=no --durations=8 "$@"
