@@ -1,6 +1,6 @@
 """Two processes, a real RDMA device, the real transport.
 
-KVMESH_RDMA_TRANSFERS: number of small transfers (default 10,000).
+KVMESH_RDMA_TRANSFERS: number of small transfers (default 10,000; CI's VM, which is slow, makes 2,000).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ if ! need; then
     command -v apt-get >/dev/null || cannot "no apt-get; it needs the Debian packages ${packages[*]}"
     [ "$(id -u)" = 0 ] || cannot "not root; install the Debian packages ${packages[*]}"
     echo "test-rdma: installing ${packages[*]}"
-    { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${packages[@]}"; } \
+    { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 install -y -q --no-install-recommends "${packages[@]}"; } \
         >"${TMPDIR:-/tmp}/kvmesh-vm-apt.log" 2>&1 || { tail -5 "${TMPDIR:-/tmp}/kvmesh-vm-apt.log" >&2; cannot "apt-get failed"; }
     need || cannot "the packages are installed, and yet something of them is missing"
 fi
