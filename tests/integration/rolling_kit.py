@@ -211,7 +211,9 @@ class Endpoints:
         """Until cancelled."""
         async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
             while True:
-                self.ready = [address for address in self._all if await self._is_ready(client, address)]
+                # At once: what takes long here, gateways wait for (drain_delay_s) before they close connections.
+                answers = await asyncio.gather(*(self._is_ready(client, address) for address in self._all))
+                self.ready = [address for address, ready in zip(self._all, answers, strict=True) if ready]
                 await asyncio.sleep(LOOK_S)
 
     @staticmethod

@@ -29,7 +29,8 @@ SETTINGS = {
     "decode.scripted_step_ms": "10",
     "prefill.num_pages": "2048",
     "decode.num_pages": "2048",
-    "gateway.drain_delay_s": "1.5",
+    # Until the balancer, which looks ten times a second, has heard of it on a machine that is busy.
+    "gateway.drain_delay_s": "3",
     "router.drain_delay_s": "0.5",
     "router.fleet_wait_s": "60",
     # As long as a request may take: none is cut by a drain, however slow the machine. A process that does not end in
