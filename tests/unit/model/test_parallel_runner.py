@@ -247,12 +247,12 @@ def test_a_rank_that_dies_while_loading_ends_the_start(
     assert time.monotonic() - began < WAIT_S / 2
     assert len(read) == (phase == "load")
     assert gone(pidfds)
-    # Whoever still waits for the rank, in gloo and deaf to everything else, is let go with its store.
+    # Whoever still waits for the rank's address, deaf to everything else, is let go with the store, and says so on
+    # stderr, which is this test's a little longer. One that has the address tries it until the time limit, and is mute.
     kept.clear()
     for thread in threading.enumerate():
         if thread.name == "ranks-meet":
-            thread.join(WAIT_S / 2)
-            assert not thread.is_alive()
+            thread.join(5.0)
 
 
 def test_what_a_rank_says_last_is_the_reason_and_needs_no_step(directory: Path) -> None:
