@@ -21,7 +21,7 @@ from kvmesh.client import Client
 from kvmesh.errors import NotFound, Unavailable
 from kvmesh.rpc import open_channel
 
-START_S = 90.0
+START_S = 180.0
 ROOT = Path(__file__).resolve().parents[2]
 
 

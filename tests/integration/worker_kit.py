@@ -20,7 +20,7 @@ from kvmesh.rpc import MeshChannel, open_channel
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 90.0
 # A worker with several ranks imports torch in each, on whatever cores are left.
-START_S = 180.0
+START_S = 240.0
 
 
 @asynccontextmanager
