@@ -4,7 +4,7 @@
 # with compose 2 answers, else a private one (root on Debian), which leaves nothing behind. Exit status 77: neither.
 #   KVMESH_DOCKER_CACHE  a folder that keeps the private engine's images and build cache for the next run
 #   KVMESH_IMAGE_TAG     the images' tag (default dev); KVMESH_NO_BUILD=1: they are there already
-#   KVMESH_SOAK=1        more rounds of kills, more services restarted under load
+#   KVMESH_SOAK=1        more rounds of kills, more services restarted under load, and the chart's pods are run
 # By ahead.sh, which runs it beside other suites:
 #   KVMESH_DOCKER_ASIDE  build the images with a private engine whose containers are in this control group, and no more
 #   KVMESH_AHEAD, KVMESH_AHEAD_PID  that run's folder and process: its end is waited for
@@ -13,7 +13,14 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${1:-.venv/bin/python}
 shift || true
-[ $# -gt 0 ] || set -- tests/compose
+if [ $# -eq 0 ]; then
+    set -- tests/compose
+    # With the images there, the chart's pods can run too.
+    if [ -n "${KVMESH_SOAK:-}" ]; then
+        export KVMESH_CHART_RUN=1
+        set -- tests/compose tests/chart/test_run.py
+    fi
+fi
 export KVMESH_IMAGE_TAG=${KVMESH_IMAGE_TAG:-dev}
 export KVMESH_TAG=$KVMESH_IMAGE_TAG
 BOUND_S=1080
