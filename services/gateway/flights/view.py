@@ -115,6 +115,9 @@ class View:
             raise
         finally:
             flight.leave(member)
+            # Its reader knows this view: a request that is over goes at once, not with the collector, which a busy
+            # gateway would stand still for.
+            self._member = None
             if not self._producer.used:
                 self._report(code)
 

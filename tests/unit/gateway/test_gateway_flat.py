@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from gateway_world import World, next_event, text_of
+from gateway_world import World, next_event, rest, text_of
 from kvmesh.proto.v1 import inference_pb2 as pb
+from services.gateway.generation import Generation
+from services.gateway.request import Request
 
 
 async def test_a_thousand_cancelled_streams_leave_nothing(world: World) -> None:
@@ -109,3 +111,28 @@ async def test_stopping_the_gateway_waits_for_running_requests(world: World) -> 
     assert text_of(events) == "last words"
     async with asyncio.timeout(60):
         await draining
+
+
+async def test_a_request_that_is_over_is_gone_without_the_collector(world: World) -> None:
+    def alive() -> bool:
+        return any(isinstance(each, (Request, Generation)) for each in gc.get_objects())
+
+    await world.worker()
+    await world.router()
+    await world.start()
+    gc.collect()
+    gc.disable()
+    try:
+        for left in (False, True):
+            call = world.chat("hello")
+            await next_event(call)
+            assert alive()
+            if left:
+                call.cancel()
+            else:
+                await rest(call)
+            await asyncio.wait([asyncio.ensure_future(call.code())])
+        await world.until(world.idle)
+        await world.until(lambda: not alive())
+    finally:
+        gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -20,6 +21,9 @@ from kvmesh.proto.v1 import engine_pb2, router_pb2
 from kvmesh.proto.v1 import inference_pb2 as pb
 from kvmesh.store.client import RedisStore
 from kvmesh.store.keys import FlightKeys
+from services.gateway.flights.view import View
+from services.gateway.generation import Generation
+from services.gateway.request import Request
 
 TEXT = "The quick brown fox jumps over the lazy dög – twice. " * 3
 
@@ -401,3 +405,20 @@ async def test_without_redis_requests_are_served_as_before(mesh: Mesh) -> None:
     assert {text_of(events) for events in answers} == {TEXT}
     assert len(mesh.worker.submits.items) == 6
     assert all(route.no_flight for route in mesh.router.routes.items)
+
+
+async def test_a_request_that_is_over_is_gone_without_the_collector(mesh: Mesh) -> None:
+    def alive() -> bool:
+        return any(isinstance(each, (Request, View, Generation)) for each in gc.get_objects())
+
+    world = mesh.worlds[0]
+    mesh.paced.allow()
+    await rest(world.chat("warm"))
+    gc.collect()
+    gc.disable()
+    try:
+        await asyncio.gather(*(rest(world.chat("same")) for _ in range(3)))
+        await world.until(world.idle)
+        await until(lambda: not alive())
+    finally:
+        gc.enable()
