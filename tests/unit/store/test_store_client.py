@@ -64,9 +64,9 @@ async def test_known_operations_begin_at_zero() -> None:
             assert errors("began") is None
             assert await get(store, "began") is None
             assert errors("began") == 0.0
-            assert errors("read") is None
-            await store.tail("read", lambda redis: redis.get("nothing"), None, timeout_s=LIMIT_S)
-            assert errors("read") == 0.0
+            assert errors("began_tail") is None
+            await store.tail("began_tail", lambda redis: redis.get("nothing"), None, timeout_s=LIMIT_S)
+            assert errors("began_tail") == 0.0
     finally:
         server.close()
 
