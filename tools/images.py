@@ -15,7 +15,6 @@ import argparse
 import concurrent.futures
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -55,23 +54,19 @@ def torch_wheel(index: str) -> None:
     """Fills deploy/images/wheels where torch's index cannot be reached. Exits with the reason when that fails too."""
     lock = (ROOT / "deploy" / "images" / "locks" / "torch-cpu.txt").read_text(encoding="utf-8")
     version = re.findall(r"^torch==([0-9.]+)", lock, re.MULTILINE)[0]
-    if any(WHEELS.glob(f"torch-{version}*.whl")):
+    if any(WHEELS.glob(f"torch-{version}+cpu-*.whl")):
         return
     try:
         urllib.request.urlopen(urllib.request.Request(f"{index.rstrip('/')}/torch/", method="HEAD"), timeout=10).close()
         return
     except (OSError, ValueError) as error:
-        print(f"{index} cannot be reached ({error}): looking for torch {version} where pip looks", flush=True)
+        print(f"{index} cannot be reached ({error}): looking for torch {version}+cpu where pip looks", flush=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--python-version", "3.11", "--only-binary", ":all:", "--dest", str(WHEELS), f"torch=={version}"]
+    command += ["--python-version", "3.11", "--only-binary", ":all:", "--dest", str(WHEELS), f"torch=={version}+cpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
-    wheel = next(WHEELS.glob(f"torch-{version}*.whl"), None)
-    if done.returncode or wheel is None:
-        raise SystemExit(f"torch {version} is nowhere to be had: {done.stderr.strip()[-500:]}")
-    # PyPI's build for x86_64 is CUDA's and does not even import without its libraries.
-    if "+cpu" not in wheel.name and platform.machine() == "x86_64":
-        wheel.unlink()
-        raise SystemExit(f"only {wheel.name} is to be had, which is no CPU build; set TORCH_INDEX")
+    # Not PyPI's build: on x86_64 it is CUDA's and does not even import without its libraries. The lock names this one.
+    if done.returncode or not any(WHEELS.glob(f"torch-{version}+cpu-*.whl")):
+        raise SystemExit(f"torch {version}+cpu is nowhere to be had, set TORCH_INDEX: {done.stderr.strip()[-500:]}")
 
 
 def build(service: str, options: argparse.Namespace) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import signal
 import time
@@ -98,7 +99,7 @@ async def until(
     while time.monotonic() < deadline:
         try:
             last = condition()
-            if asyncio.iscoroutine(last):
+            if inspect.isawaitable(last):
                 last = await last
             if last:
                 return last

@@ -236,9 +236,13 @@ class Load:
 async def kill_and_heal(mesh: Mesh, client: Client) -> None:
     """SIGKILL the decode worker with the most streams in their middle; every stream comes to its end. Until one of them
     was healed: on a slow machine they may all be over when the signal comes."""
+
+    async def back() -> list[Any]:
+        return await asyncio.gather(*map(mesh.load, DECODE))
+
     async with asyncio.timeout(120):
         while not any(await _kill_once(mesh, client)):
-            await until(lambda: asyncio.gather(*map(mesh.load, DECODE)), "the killed worker is back")
+            await until(back, "the killed worker is back")
 
 
 async def _kill_once(mesh: Mesh, client: Client) -> list[int]:

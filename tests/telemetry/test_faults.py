@@ -114,9 +114,11 @@ async def test_a_sidecar_is_killed_while_gateways_are_forgotten(world: World) ->
     )
     await world.alerts.quiet(*alerts)
     world.follow("kvmesh-gateway")
-    async with world.faults.killed("kvtransfer-prefill-0"):
-        await world.alerts.fire(*alerts)
-    world.follow()
+    try:
+        async with world.faults.killed("kvtransfer-prefill-0"):
+            await world.alerts.fire(*alerts)
+    finally:
+        world.follow()
 
 
 async def test_the_router_is_killed(world: World) -> None:

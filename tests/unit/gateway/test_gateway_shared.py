@@ -409,7 +409,7 @@ async def test_without_redis_requests_are_served_as_before(mesh: Mesh) -> None:
 
 async def test_a_request_that_is_over_is_gone_without_the_collector(mesh: Mesh) -> None:
     def alive() -> bool:
-        return any(isinstance(each, (Request, View, Generation)) for each in gc.get_objects())
+        return any(type(each) in (Request, View, Generation) for each in gc.get_objects())
 
     world = mesh.worlds[0]
     mesh.paced.allow()
@@ -417,7 +417,10 @@ async def test_a_request_that_is_over_is_gone_without_the_collector(mesh: Mesh) 
     gc.collect()
     gc.disable()
     try:
-        await asyncio.gather(*(rest(world.chat("same")) for _ in range(3)))
+        calls = [world.chat("same") for _ in range(3)]
+        assert (await next_event(calls[0])).HasField("accepted")
+        assert alive()
+        await asyncio.gather(*map(rest, calls))
         await world.until(world.idle)
         await until(lambda: not alive())
     finally:
