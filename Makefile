@@ -18,7 +18,7 @@ PYTEST_FLAGS ?=
 VLLM_PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run env dev-env test suites lint types protos protos-check unit integration soak bench rdma test-rdma test-chart test-telemetry test-compose images sbom lock clean
+.PHONY: help run env dev-env test lint types protos protos-check unit integration soak bench rdma test-rdma test-chart test-telemetry test-compose images sbom lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -56,12 +56,7 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 HOST_SUITES := $(if $(CI)$(shell command -v qemu-system-x86_64),rdma) \
 	$(if $(CI)$(shell command -v promtool),telemetry) \
 	$(if $(CI)$(shell docker compose version >/dev/null 2>&1 && echo there),compose)
-# In CI the images of the last suite are built while the others run. (By another name than MAKE, or `make -n` runs it.)
-SELF := $(MAKE)
-test: dev-env ## everything that CI runs
-	@$(if $(CI),tests/compose/ahead.sh $(BIN)/python) $(SELF) --no-print-directory suites
-
-suites: lint types protos-check unit integration test-chart $(HOST_SUITES:%=%-if-possible)
+test: dev-env lint types protos-check unit integration test-chart $(HOST_SUITES:%=%-if-possible) ## everything that CI runs
 
 # Exit status 77 means "cannot run here", with the reason printed: no failure of `make test`.
 %-if-possible: dev-env

@@ -15,8 +15,6 @@ _MIRROR = "http://deb.debian.org/debian"
 # Debian 12's own are compose 1 and no buildx.
 _PLUGIN_SUITE = "trixie"
 _PLUGIN_PACKAGES = ("docker-compose", "docker-buildx")
-# Aside other work everything takes longer.
-_SLOW_S = 3600.0
 _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _REDIS_FILE = f"""FROM {DEBIAN}
 RUN apt-get update -q && apt-get install -y -q --no-install-recommends redis-server && rm -rf /var/lib/apt/lists/* \\
@@ -86,7 +84,7 @@ def images(docker: Callable[..., subprocess.CompletedProcess[str]], scratch: Pat
             entrypoint = Path(folder) / "entrypoint"
             entrypoint.write_text(_REDIS_ENTRYPOINT)
             entrypoint.chmod(0o755)
-            docker("build", "-q", "--network", "host", "-t", REDIS, folder, timeout_s=_SLOW_S)
+            docker("build", "-q", "-t", REDIS, folder)
 
 
 def _python(docker: Callable[..., subprocess.CompletedProcess[str]], scratch: Path) -> None:
@@ -119,12 +117,12 @@ rm -rf "$1"/var/lib/apt/lists/* "$1"/var/cache/apt/*.bin "$1"/var/log/apt "$1"/v
             _MIRROR,
         ]
         environment = {**os.environ, "TMPDIR": folder}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SLOW_S, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
         if done.returncode:
             raise RuntimeError(f"mmdebstrap: exit status {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
         bundle = "/etc/ssl/certs/ca-certificates.crt"
         changes = ['CMD ["python3"]', "ENV LANG=C.UTF-8"]
         if extra:
             changes += [f"ENV {name}={bundle}" for name in ("SSL_CERT_FILE", "PIP_CERT", "REQUESTS_CA_BUNDLE")]
-        docker("import", *(item for change in changes for item in ("-c", change)), str(root), PYTHON, timeout_s=_SLOW_S)
+        docker("import", *(item for change in changes for item in ("-c", change)), str(root), PYTHON)
         docker("tag", PYTHON, DEBIAN)

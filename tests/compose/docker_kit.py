@@ -11,8 +11,6 @@ more. Both may be called twice. None is started beside an engine that runs alrea
 
     KVMESH_DOCKER_CACHE  a folder that keeps the private engine's data (images, build cache) from one run to the next
     KVMESH_DOCKER_PRIVATE=1  never the user's engine
-    KVMESH_DOCKER_ASIDE  a private engine for builds alone: its containers are in this control group, and have the
-                         host's network, of which it changes nothing
 """
 
 from __future__ import annotations
@@ -104,12 +102,6 @@ class PrivateEngine:
             raise CannotRun("the compose plugin does not start here")
         docker_base.images(self.docker, self.scratch)
 
-    def _flags(self) -> list[str]:
-        """What it may do to the host."""
-        if group := os.environ.get("KVMESH_DOCKER_ASIDE"):
-            return ["--cgroup-parent", group, "--bridge", "none", "--iptables=false", "--ip-forward=false"]
-        return ["--bip", "172.30.255.1/24", "--default-address-pool", "base=172.30.0.0/17,size=24"]
-
     def _start(self) -> None:
         self.data.mkdir(parents=True, exist_ok=True)
         self._stop()  # one that does not answer
@@ -130,7 +122,7 @@ class PrivateEngine:
                         *("--data-root", str(self.data), "--exec-root", str(self.exec_root)),
                         *("-H", f"unix://{self.socket}", "--pidfile", str(self.pidfile)),
                         *("--storage-driver", "overlay2", "--exec-opt", "native.cgroupdriver=cgroupfs"),
-                        *self._flags(),
+                        *("--bip", "172.30.255.1/24", "--default-address-pool", "base=172.30.0.0/17,size=24"),
                     ],
                     stdin=subprocess.DEVNULL,
                     stdout=output,

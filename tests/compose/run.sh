@@ -5,9 +5,6 @@
 #   KVMESH_DOCKER_CACHE  a folder that keeps the private engine's images and build cache for the next run
 #   KVMESH_IMAGE_TAG     the images' tag (default dev); KVMESH_NO_BUILD=1: they are there already
 #   KVMESH_SOAK=1        more rounds of kills, more services restarted under load, and the chart's pods are run
-# By ahead.sh, which runs it beside other suites:
-#   KVMESH_DOCKER_ASIDE  build the images with a private engine whose containers are in this control group, and no more
-#   KVMESH_AHEAD, KVMESH_AHEAD_PID  that run's folder and process: its end is waited for
 # All of it ends within BOUND_S, whatever hangs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -24,7 +21,7 @@ fi
 export KVMESH_IMAGE_TAG=${KVMESH_IMAGE_TAG:-dev}
 export KVMESH_TAG=$KVMESH_IMAGE_TAG
 BOUND_S=1080
-[ -z "${KVMESH_SOAK:-}${KVMESH_DOCKER_ASIDE:-}" ] || BOUND_S=21600
+[ -z "${KVMESH_SOAK:-}" ] || BOUND_S=21600
 # With SIGINT pytest still takes its mesh down.
 bounded() {
     left=$((BOUND_S - SECONDS))
@@ -35,30 +32,18 @@ folder=$(mktemp -d -t kvmesh-docker.XXXXXX)
 finish() {
     status=$?
     trap - EXIT
+    trap '' INT TERM
     "$python" tests/compose/docker_kit.py down "$folder" || status=1
     rm -rf --one-file-system "$folder"
     exit "$status"
 }
 trap finish EXIT
 trap 'exit 130' INT TERM
-if [ -n "${KVMESH_AHEAD_PID:-}" ]; then
-    timeout --foreground "$BOUND_S" tail --pid="$KVMESH_AHEAD_PID" -f /dev/null
-    echo "images, ahead ($SECONDS s waited):" && tail -n 20 "$KVMESH_AHEAD/log"
-    [ ! -e "$KVMESH_AHEAD/built" ] || KVMESH_NO_BUILD=1
-    SECONDS=0
-fi
 lines=$(bounded "$python" tests/compose/docker_kit.py up "$folder") || exit $?
 eval "$lines"
-# An engine of the user's knows nothing of that group.
-[ -z "${KVMESH_DOCKER_ASIDE:-}" ] || [ "$KVMESH_DOCKER" = private ] || exit 0
 if [ -z "${KVMESH_NO_BUILD:-}" ]; then
-    # The host's network: aside there is no other.
-    bounded "$python" tools/images.py --tag "$KVMESH_IMAGE_TAG" --network host
+    bounded "$python" tools/images.py --tag "$KVMESH_IMAGE_TAG"
 else
     "$python" tools/images.py --tag "$KVMESH_IMAGE_TAG" --sizes
-fi
-if [ -n "${KVMESH_DOCKER_ASIDE:-}" ]; then
-    touch "$KVMESH_AHEAD/built"
-    exit 0
 fi
 OMP_NUM_THREADS=1 bounded "$python" -m pytest -p no:cacheprovider --color=no --durations=8 "$@"
