@@ -119,6 +119,16 @@ def test_torch_is_the_same_in_every_lock() -> None:
     assert wanted.contains(cuda)
 
 
+def test_what_is_installed_is_held_against_its_hash() -> None:
+    for path in (*(ROOT / "services").glob("*/Dockerfile"), ROOT / "deploy" / "images" / "build_rdma.sh"):
+        installs = [
+            line for line in path.read_text(encoding="utf-8").splitlines() if re.search(r"pip (install|download)", line)
+        ]
+        assert installs, path
+        for line in installs:
+            assert "--require-hashes" in line or "--no-index" in line, f"{path}: {line}"
+
+
 def test_the_engines_dockerfiles_are_one_text() -> None:
     def text(role: str) -> list[str]:
         lines = (ROOT / "services" / role / "Dockerfile").read_text(encoding="utf-8").splitlines()
