@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import string
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,11 +33,14 @@ ROUNDS: Final = 16
 MAX_WIDTH: Final = 10_000
 # Of a whole number, in bits: products of them grow by doubling.
 MAX_BITS: Final = 4096
-_WIDE: Final = re.compile(r"\d{5,}|\*")
+# Of `text % values`, behind the key: flags, width, precision. Then comes the kind, which may be another %.
+_CONVERSION: Final = re.compile(r"[-#0 +]*(\*|[0-9]*)(?:\.(\*|[0-9]*))?[hlL]?")
+# Of `text.format(…)`: a number of five digits, or one that is computed, which may be any.
+_WIDE_SPEC: Final = re.compile(r"\d{5,}|\{")
 _SIZED: Final = (str, bytes, list, tuple, dict, set, frozenset)
 # Filters, and methods of texts and numbers.
 _WIDENING: Final = frozenset(
-    {"batch", "center", "expandtabs", "format", "indent", "ljust", "rjust", "round", "slice", "to_bytes", "tojson"}
+    {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "to_bytes", "tojson"}
     | {"wordwrap", "zfill"}
 )
 
@@ -47,6 +51,10 @@ class RaisedByTemplate(jinja2.TemplateError):
 
 class TooMuchWork(jinja2.exceptions.SecurityError):
     """The template goes on for too long, or makes something too large."""
+
+
+class TooSlow(TooMuchWork):
+    """It goes on for too long: it may do so every time."""
 
 
 class _Budget(threading.local):
@@ -60,7 +68,7 @@ class _Budget(threading.local):
         """One more of a loop."""
         self.rounds += 1
         if self.rounds % ROUNDS == 0 and time.thread_time() > self.until:
-            raise TooMuchWork("it takes too long")
+            raise TooSlow("it takes too long")
 
     def check(self, size: int) -> None:
         """Of something that was made, or is about to be."""
@@ -94,6 +102,30 @@ def _narrow(*numbers: Any) -> None:
             raise TooMuchWork("a width is too large")
 
 
+def _narrow_percent(text: str) -> None:
+    """Of `text % values`: refuses wide conversions, and such as take their width from the values."""
+    at = text.find("%") + 1
+    while at:
+        if text.startswith("(", at):
+            # Keys hold brackets in pairs.
+            depth = 1
+            while depth and (at := at + 1) < len(text):
+                depth += {"(": 1, ")": -1}.get(text[at], 0)
+            at += 1
+        found = _CONVERSION.match(text, at)
+        if found is None:
+            return
+        if any(size == "*" or len(size) > 4 for size in found.groups("")):
+            raise TooMuchWork("a width is too large")
+        at = text.find("%", found.end() + 1) + 1
+
+
+def _narrow_format(text: str) -> None:
+    """Of `text.format(…)`: the same."""
+    if any(_WIDE_SPEC.search(spec or "") for _, _, spec, _ in string.Formatter().parse(text)):
+        raise TooMuchWork("a width is too large")
+
+
 def _filter(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
     """A filter whose result is looked at, and its numbers before that."""
     first = 2 if hasattr(work, "jinja_pass_arg") else 1
@@ -102,8 +134,8 @@ def _filter(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
     def looked_at(*args: Any, **kwargs: Any) -> Any:
         if name in _WIDENING:
             _narrow(*args[first:], *kwargs.values())
-            if name == "format" and _WIDE.search(str(args[first - 1])):
-                raise TooMuchWork("a width is too large")
+        elif name == "format":
+            _narrow_percent(str(args[first - 1]))
         return _grown(work(*args, **kwargs))
 
     return looked_at
@@ -187,15 +219,13 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             if isinstance(left, _SIZED) and isinstance(right, _SIZED):
                 _budget.check(len(left) + len(right))
         elif operator == "%":
-            if isinstance(left, str | bytes) and _WIDE.search(
-                left if isinstance(left, str) else left.decode("latin-1")
-            ):
-                raise TooMuchWork("a width is too large")
+            if isinstance(left, str | bytes):
+                _narrow_percent(left if isinstance(left, str) else left.decode("latin-1"))
         elif operator == "**" or not all(isinstance(side, int | float) for side in (left, right)):
             raise jinja2.exceptions.SecurityError(f"operator {operator} is not allowed here")
         elif isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_BITS:
             raise TooMuchWork("a number is too large")
-        return super().call_binop(context, operator, left, right)
+        return _grown(super().call_binop(context, operator, left, right))
 
     def call(self, context: jinja2.runtime.Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A function, a macro or a method; none makes anything wide."""
@@ -206,17 +236,9 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """`text.format`, without large widths."""
         wrapped = super().wrap_str_format(value)
-        if wrapped is None:
-            return None
-        if _WIDE.search(value.__self__):
-            raise TooMuchWork("a width is too large")
-        call = wrapped
-
-        def formatted(*args: Any, **kwargs: Any) -> str:
-            _narrow(*args, *kwargs.values())
-            return call(*args, **kwargs)
-
-        return formatted
+        if wrapped is not None:
+            _narrow_format(value.__self__)
+        return wrapped
 
 
 def _raise_exception(message: object) -> NoReturn:

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 
 from kvmesh.errors import FailedPrecondition, InvalidArgument, TooLarge
-from services.gateway.sandbox import RaisedByTemplate, TooMuchWork, bounded, compiled
+from services.gateway.sandbox import RaisedByTemplate, TooSlow, bounded, compiled
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class ChatTemplate:
             self._begins.setdefault(begin[-1], []).append(begin)
         self._variables = dict(variables)
         self.slow = False
-        """True once a rendering was too much work: others are not to be held up by the next one."""
+        """True once a rendering took too long: others are not to be held up by the next one."""
 
     def render(
         self,
@@ -173,7 +173,7 @@ class ChatTemplate:
         except RaisedByTemplate as exc:
             raise InvalidArgument(f"messages: {exc}", details={"field": "messages"}) from None
         except _FAILURES as exc:
-            if isinstance(exc, TooMuchWork) and not self.slow:
+            if isinstance(exc, TooSlow) and not self.slow:
                 self.slow = True
                 log.warning("the model's chat template does not come to an end: %s", exc)
             raise InvalidArgument(

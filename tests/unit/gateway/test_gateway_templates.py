@@ -225,7 +225,17 @@ HUGE = {
     "ljust": "{{ 'a'.ljust(1000000000) }}",
     "format": "{{ '{:>1000000000}'.format(1) }}",
     "nested format": "{{ '{:>{}}'.format(1, 1000000000) }}",
+    "format by text": "{{ '{:{}}'.format('x', '300000000') }}",
+    "format by item": "{{ '{:{a[0]}}'.format('x', a=[9999999]) }}",
+    "format map": "{{ '{a:300000000}'.format_map({'a': 1}) }}",
+    "format of another": "{{ '{0!r:>300000000}{{'.format('x') }}",
     "percent": "{{ '%01000000000d' % 1 }}",
+    "percent by value": "{{ '%*d' % (300000000, 1) }}",
+    "percent precision": "{{ '%.300000000f' % 1 }}{{ '%5.*f' % (300000000, 1) }}",
+    "percent behind a key": "{{ '%(a(b))300000000d' % {'a(b)': 1} }}",
+    "percent behind percents": "{{ '%%%%%300000000d' % 1 }}",
+    "percents": "{% set n = namespace(x='abcdefgh') %}{% for a in range(40) %}{% set n.x = '%s%s' % (n.x, n.x) %}"
+    "{% endfor %}",
     "format filter": "{{ '%01000000000d' | format(1) }}",
     "indent": "{{ {'a': 1} | tojson(indent=1000000000) }}",
 }
@@ -238,9 +248,48 @@ def test_a_template_that_does_not_come_to_an_end_is_an_error(source: str, monkey
     with pytest.raises(InvalidArgument) as raised:
         template.render(as_messages([("user", "x")]), max_chars=1000)
     assert raised.value.details["field"] == "messages"
-    assert template.slow or "SecurityError" in raised.value.message
+    assert template.slow or "SecurityError" in raised.value.message or "TooMuchWork" in raised.value.message
+    assert template.slow or source not in ENDLESS.values()
     # The next one has its own budget.
     assert ChatTemplate("{{ messages | length }}", special=[], variables={}).render([{}], max_chars=9) == ["1"]
+
+
+def test_one_that_asks_for_too_much_is_not_taken_for_slow(caplog: pytest.LogCaptureFixture) -> None:
+    template = ChatTemplate(HUGE["format"], special=[], variables={})
+    with pytest.raises(InvalidArgument, match="TooMuchWork"):
+        template.render(as_messages([("user", "x")]), max_chars=1000)
+    assert not template.slow
+    assert "does not come to an end" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "'**%s**' % 'a'",
+        "'100%% of 16384 * 2: %5.1f|%-4s|%+d' % (1.25, 'a', 70000)",
+        "'%(a)s %(b(c)*12345)d' % {'a': 12345, 'b(c)*12345': 1}",
+        "'- **{}**: {}'.format(messages[0].role, 1)",
+        "'{:,}'.format(128000)",
+        "'{0[10000]} * {a:>4} {{12345}} {{:{{}}}}'.format({10000: 99999}, a='b')",
+        "'{a:.2f}'.format_map({'a': 123456})",
+        "'limit %d' | format(32768)",
+        "'**%s**' | format('a')",
+        "'Budget 16384: {}'.format('a')",
+        "'%(a)s' | format(a=12345)",
+        "['%d', '<%s>'] | map('format', 99999) | join",
+    ],
+)
+def test_what_is_formatted_is_no_width(expression: str) -> None:
+    source = "{{ " + expression + " }}"
+    messages = as_messages([("user", "x")])
+    expected = ImmutableSandboxedEnvironment().from_string(source).render(messages=messages)
+    assert ChatTemplate(source, special=[], variables={}).render(messages, max_chars=999) == [expected]
+
+
+@pytest.mark.parametrize("expression", ["'%' % 1", "'%(a' % {'a': 1}", "'{'.format(1)", "'%5' | format(1)"])
+def test_a_format_that_is_none_is_an_error(expression: str) -> None:
+    with pytest.raises(InvalidArgument, match="ValueError"):
+        run_template("{{ " + expression + " }}")
 
 
 def test_what_bounds_a_template_changes_nothing_else() -> None:
