@@ -156,6 +156,10 @@ class Front:
                     except KvmeshError as error:
                         hold.settle(pb.Usage(), None, grpc_code(error).value[0])
                         raise
+                    except asyncio.CancelledError:
+                        # Its client left before it began.
+                        hold.settle(pb.Usage(), None, grpc.StatusCode.CANCELLED.value[0])
+                        raise
                     finally:
                         # The request has done so, unless it never began.
                         hold.settle(pb.Usage(), None, grpc.StatusCode.INTERNAL.value[0])

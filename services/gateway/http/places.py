@@ -24,6 +24,11 @@ class Places:
         """most_of_one: of one address, 0 = no bound of its own."""
         self.most = min(most, _descriptors())
         self.most_of_one = most_of_one or self.most
+        if self.most < self.most_of_one:
+            log.warning(
+                "one address can take all %d HTTP connections of this process: http_max_connections_per_address is %d"
+                " (http_max_connections %d, less where the limit of open files is low)", self.most, most_of_one, most
+            )  # fmt: skip
         self._of: Counter[str] = Counter()
         self._total = 0
         self._refused: Counter[str] = Counter()

@@ -192,6 +192,15 @@ def test_places_leave_descriptors_for_the_rest(monkeypatch: pytest.MonkeyPatch) 
     assert Places(10_000, 0).most == 32
 
 
+def test_a_bound_that_cannot_apply_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 4096))
+    Places(10_000, 768)
+    Places(10_000, 0)
+    assert caplog.text == ""
+    Places(10_000, 5000)
+    assert "one address can take all 768 HTTP connections" in caplog.text
+
+
 async def test_pipelined_requests_are_answered_in_order_and_bounded(world: World) -> None:
     await world.worker(text="ok")
     url = await start_http(world)

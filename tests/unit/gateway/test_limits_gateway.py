@@ -22,6 +22,7 @@ from kvmesh.rpc.budget import Budget
 from kvmesh.rpc.status import from_rpc_error
 from kvmesh.store.limits import Figures, LimitStore
 from limits_kit import LIMIT_S, Valkey, lines
+from services.gateway.prepare import Preparer
 
 CREDENTIALS = "".join(
     f"""
@@ -125,6 +126,29 @@ async def test_who_is_over_a_limit_has_no_grammar_compiled(
             await asyncio.sleep(0.01)
     (line,) = map(json.loads, lines(usage_file))
     assert (line["code"], line["cost"]) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], 0)
+
+
+async def test_who_leaves_while_a_grammar_compiles_has_cancelled(
+    world: World, settings: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiling = asyncio.Event()
+
+    async def compile_for_ever(*_: Any) -> None:
+        compiling.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Preparer, "check_grammar", compile_for_ever)
+    await world.worker()
+    settings["limits"]["usage_file"] = usage_file = tmp_path / "usage.jsonl"
+    await begin(world, static=True, **settings)
+    call = world.chat(metadata=bearer("free"))
+    async with asyncio.timeout(LIMIT_S):
+        await compiling.wait()
+        call.cancel()
+        while not usage_file.exists() or not lines(usage_file):
+            await asyncio.sleep(0.01)
+    (line,) = map(json.loads, lines(usage_file))
+    assert (line["code"], line["cost"]) == (grpc.StatusCode.CANCELLED.value[0], 0)
 
 
 async def test_a_stream_ends_where_the_budget_does_and_its_worker_stops(world: World, settings: Any) -> None:
