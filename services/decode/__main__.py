@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 
 
 def main() -> int:
@@ -18,7 +19,11 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    status = main()
+    try:
+        status = main()
+    except Exception:
+        logging.getLogger("services.decode").critical("the decode worker failed", exc_info=True)
+        status = 1
     from kvmesh.engine.worker.leaving import leave
 
     leave(status)

@@ -39,6 +39,48 @@ def test_a_process_with_a_gpu_ends_at_once(in_use: bool, status: int, seen: int)
         assert ended.stdout == b"told\n"
 
 
+CLOSED = """
+import os, sys, types
+torch = types.ModuleType("torch")
+torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)
+sys.modules["torch"] = torch
+from kvmesh.engine.worker.leaving import leave
+for stream in (sys.stdout, sys.stderr):
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, stream.fileno())
+sys.stdout.write("to nobody")
+sys.stderr.close()
+leave(3)
+"""
+
+
+def test_who_has_nobody_to_tell_ends_so_too() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", CLOSED],
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))}, timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 3
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_programs_of_engines_that_fail_end_so_too(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[int] = []
+    importlib.import_module(f"services.{name}.service")
+
+    def fails(settings: object, build: object) -> int:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(service, "run_service", fails)
+    monkeypatch.setattr(leaving, "leave", seen.append)
+    runpy.run_module(f"services.{name}", run_name="__main__")
+    assert seen == [1]
+    assert "the device is gone" in caplog.text
+    assert "Traceback" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["decode", "prefill"])
 def test_programs_of_engines_end_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -20,6 +21,8 @@ def leave(status: int) -> NoReturn:
         sys.exit(status)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
+        # Nobody may read it any more.
+        with contextlib.suppress(OSError, ValueError):
+            if stream is not None:
+                stream.flush()
     os._exit(status)
