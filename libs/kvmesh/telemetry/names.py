@@ -117,7 +117,7 @@ GATEWAY_QUEUE_TIME = _histogram(
 )
 GATEWAY_QUEUE_DELAY = _gauge(
     "gateway_queue_delay_seconds",
-    "Estimated wait of whoever lined up last, at the measured pace.",
+    "Estimated wait of whoever came last, lined up or refused for it, at the measured pace.",
     "model_name",
     across="max",
 )
@@ -148,7 +148,10 @@ LIMITS_TOP_UPS = _counter(
 )
 LIMITS_HOLDS = _gauge("limits_holds", "Requests of this process that hold something of a limit.")
 LIMITS_UNSETTLED = _gauge("limits_unsettled", "Settlements that Redis has not confirmed yet.")
-LIMITS_LOST = _counter("limits_lost_total", "Settlements lost while Redis was away and no journal was set.")
+LIMITS_LOST = _counter(
+    "limits_lost_total",
+    "Settlements lost: Redis was away and no journal was set, or more than memory holds waited while the disk hung.",
+)
 LIMITS_DISK = _counter("limits_disk_errors_total", "Failed operations on the journal or the usage file.")
 AUTH_FAILURES = _counter("auth_failures_total", "Calls refused by authentication, by cause.", "cause")
 

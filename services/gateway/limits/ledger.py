@@ -76,6 +76,8 @@ class Ledger:
         else:
             metrics.counter(names.LIMITS_LOST).inc()
             self._lost += 1
+        # Also here: no flush ends while the disk hangs.
+        metrics.gauge(names.LIMITS_UNSETTLED).set(self.unsettled)
         self._wake.set()
 
     async def run(self) -> None:

@@ -223,6 +223,8 @@ async def test_memory_is_bounded_while_a_look_does_not_come_back(
     for _ in range(5):
         add()
     assert ledger.unsettled == 4
+    # Told while the flush hangs.
+    assert metrics.value(names.LIMITS_UNSETTLED) == 4.0
     assert metrics.counter(names.LIMITS_LOST)._value.get() - lost == 2
     go.set()
     assert await flush
