@@ -10,12 +10,15 @@ from __future__ import annotations
 import os
 import random
 import socket
+import sys
 import threading
+from collections import deque
 from pathlib import Path
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST, _LAST = 10_000, 65_000
 _LEAST = 1_000
+_CLAIMS = 128
 
 
 def _bindable(port: int) -> bool:
@@ -26,6 +29,18 @@ def _bindable(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def _claim(port: int) -> socket.socket | None:
+    """A name of this network namespace for the port: whoever holds it means to use it. None when another does."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    if sys.platform == "linux":  # the only one that has such names
+        try:
+            claim.bind(f"\0kvmesh-port-{port}")
+        except OSError:
+            claim.close()
+            return None
+    return claim
 
 
 def quiet_ports(local_range: str | None = None) -> range:
@@ -40,12 +55,14 @@ def quiet_ports(local_range: str | None = None) -> range:
 
 
 class Ports:
-    """Names a port at a time, none twice before all were named. Another process begins somewhere else."""
+    """Names a port at a time, none twice before all were named. Another process begins somewhere else, and is not given
+    one of the newest `_CLAIMS` that this one has named: a service takes a while until it listens."""
 
     def __init__(self, ports: range | None = None) -> None:
         self._ports = quiet_ports() if ports is None else ports
         self._next = 0
         self._owner = 0
+        self._claims: deque[socket.socket] = deque()
         self._lock = threading.Lock()
 
     def free(self) -> int:
@@ -56,7 +73,10 @@ class Ports:
             for _ in range(len(self._ports)):
                 port = self._ports[self._next % len(self._ports)]
                 self._next += 1
-                if _bindable(port):
+                if _bindable(port) and (claim := _claim(port)) is not None:
+                    self._claims.append(claim)
+                    if len(self._claims) > _CLAIMS:
+                        self._claims.popleft().close()
                     return port
         raise OSError("no free TCP port on 127.0.0.1")
 

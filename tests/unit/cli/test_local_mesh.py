@@ -189,6 +189,16 @@ async def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert await process.stop() == -signal.SIGKILL
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="claims are names of Linux")
+def test_a_port_that_somebody_was_given_is_not_given_again_before_it_is_used() -> None:
+    port = free_port()
+    with pytest.raises(OSError, match="no free TCP port"):
+        Ports(range(port, port + 1)).free()
+    for _ in range(200):
+        free_port()
+    assert Ports(range(port, port + 1)).free() == port
+
+
 def test_no_orphan_when_the_parent_is_killed(tmp_path: Path) -> None:
     """kill -9 of the supervisor takes its children along."""
     code = textwrap.dedent(
