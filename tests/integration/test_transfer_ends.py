@@ -106,7 +106,7 @@ async def test_cancel_at_destination_at_each_stage(pair: Pair) -> None:
     await pair.target.client.close_slot(slot, "half way")
     await soon(slot.drained)
     # Over TCP what was on its way may say so before the message does.
-    with pytest.raises(TransferFailed, match="half way|its generation is over"):
+    with pytest.raises(TransferFailed, match=r"half way|its generation is over"):
         await soon(transfer.done)
     # What the engine still says about it is stale and changes nothing.
     pair.target.pages[:, DST] = 7
