@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 
 
 def main() -> int:
@@ -19,11 +18,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        status = main()
-    except Exception:
-        logging.getLogger("services.prefill").critical("the prefill worker failed", exc_info=True)
-        status = 1
-    from kvmesh.engine.worker.leaving import leave
+    from kvmesh.engine.worker.leaving import end_with
 
-    leave(status)
+    end_with(main)

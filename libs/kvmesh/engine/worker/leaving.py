@@ -6,7 +6,10 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import NoReturn
+
+log = logging.getLogger(__name__)
 
 
 def leave(status: int) -> NoReturn:
@@ -26,3 +29,13 @@ def leave(status: int) -> NoReturn:
             if stream is not None:
                 stream.flush()
     os._exit(status)
+
+
+def end_with(main: Callable[[], int]) -> NoReturn:
+    """Leave with the status of an engine's program, 1 where it fails with an error that nobody expected."""
+    try:
+        status = main()
+    except Exception:
+        log.critical("the engine failed", exc_info=True)
+        status = 1
+    leave(status)
